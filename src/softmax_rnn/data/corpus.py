@@ -1,0 +1,131 @@
+"""Documents out of local files: text, JSON lines and Parquet, plain or compressed."""
+
+from __future__ import annotations
+
+import glob
+import json
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import pyarrow.parquet
+
+STDLIB = "stdlib"
+# Tests and bundled packages differ between distributions of Python; the library hardly does.
+_STDLIB_SKIPS = {
+    "__pycache__",
+    "dist-packages",
+    "ensurepip",
+    "idle_test",
+    "lib2to3",
+    "site-packages",
+    "test",
+    "tests",
+}
+
+
+class CorpusError(ValueError):
+    """A corpus that cannot be read; the message names the file."""
+
+
+def corpus_files(corpus: str) -> list[Path]:
+    """The files of a corpus, sorted.
+
+    Args:
+        corpus: ``stdlib`` (the source text of this Python's standard library), a file, a folder
+            (every file below it) or a glob (``**`` reaches into folders).
+
+    Raises:
+        CorpusError: if there is none, or one is empty.
+    """
+    if corpus == STDLIB:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [
+            path
+            for path in root.rglob("*.py")
+            if not _STDLIB_SKIPS.intersection(path.relative_to(root).parts)
+            and path.stat().st_size > 0
+        ]
+    elif Path(corpus).is_dir():
+        files = [path for path in Path(corpus).rglob("*") if path.is_file()]
+    else:
+        files = [Path(name) for name in glob.glob(corpus, recursive=True) if Path(name).is_file()]
+    if not files:
+        raise CorpusError(
+            f"No file matches the corpus {corpus!r}. Give '{STDLIB}', a file, a folder or a glob "
+            "such as 'texts/**/*.jsonl'."
+        )
+    for path in files:
+        if path.stat().st_size == 0:
+            raise CorpusError(f"The corpus file {path} is empty.")
+    return sorted(files)
+
+
+def read_documents(path: Path, text_column: str) -> Iterator[str]:
+    """The documents of one file: every row of JSON lines or Parquet, the whole of a text file.
+
+    Args:
+        path: ``.jsonl``, ``.json`` or ``.parquet``; anything else is text in UTF-8. ``.gz``,
+            ``.zst`` and the like on top are unpacked on the fly.
+        text_column: the key or column that holds the text.
+
+    Raises:
+        CorpusError: naming the file, and the line or the columns.
+    """
+    suffixes = [suffix for suffix in path.suffixes if suffix in _READERS]
+    reader = _READERS[suffixes[-1]] if suffixes else _read_text
+    try:
+        yield from reader(path, text_column)
+    except CorpusError:
+        raise
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"The corpus file {path} is not text in UTF-8: {error}.") from error
+    except (OSError, EOFError, ValueError, pyarrow.ArrowException) as error:
+        raise CorpusError(f"Cannot read the corpus file {path}: {error}") from error
+
+
+def _read_text(path: Path, _: str) -> Iterator[str]:
+    with fsspec.open(path, "rt", encoding="utf-8", compression="infer") as file:
+        yield file.read()
+
+
+def _read_json_lines(path: Path, column: str) -> Iterator[str]:
+    with fsspec.open(path, "rt", encoding="utf-8", compression="infer") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise CorpusError(f"{path}, line {number}: not JSON ({error}).") from error
+            text = row.get(column) if isinstance(row, dict) else None
+            if not isinstance(text, str):
+                found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                raise CorpusError(
+                    f"{path}, line {number}: no text under {column!r} (found: {found}); "
+                    "name its key with --text_column."
+                )
+            yield text
+
+
+def _read_parquet(path: Path, column: str) -> Iterator[str]:
+    with pyarrow.parquet.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        if column not in names:
+            raise CorpusError(
+                f"{path} has no column {column!r} (found: {', '.join(names)}); "
+                "name it with --text_column."
+            )
+        for batch in file.iter_batches(columns=[column]):
+            for text in batch.column(0).to_pylist():
+                if not isinstance(text, str):
+                    raise CorpusError(f"{path}: column {column!r} holds {text!r}, not text.")
+                yield text
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
+    ".json": _read_json_lines,
+    ".jsonl": _read_json_lines,
+    ".parquet": _read_parquet,
+}

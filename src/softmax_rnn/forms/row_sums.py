@@ -1,0 +1,62 @@
+"""What every form returns, and what every form needs to know of the visible keys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RowSums(NamedTuple):
+    """The sums over the visible keys of each query row, up to a factor ``exp(log_scale)``.
+
+    Attributes:
+        numerator: ``sum_s w(s) v_s`` times ``exp(-log_scale)``; [B, H, T, E].
+        weight_sum: ``sum_s w(s)`` times ``exp(-log_scale)``; [B, H, T]. ``None`` where the form
+            was told it is not needed; if it was asked for the numerator only up to a positive
+            factor a row, the numerator is then already divided by it.
+        log_scale: [B, H, T], or ``None`` for 0. A constant to autograd: the gradients of the
+            other two are those of the true sums times ``exp(-log_scale)``.
+    """
+
+    numerator: Tensor
+    weight_sum: Tensor | None = None
+    log_scale: Tensor | None = None
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type sums accumulate in: float32 for the half types, the type itself otherwise."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def visible(
+    queries: int, keys: int, causal: bool, mask: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """The full boolean mask, broadcastable to [B, H, T, S]; ``None`` if every key is visible.
+
+    Causal means aligned to the last keys: query ``t`` sees keys up to ``t + S - T``.
+    """
+    if not causal:
+        return mask
+    lower = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return lower if mask is None else lower & mask
+
+
+def visible_count(
+    queries: int, keys: int, causal: bool, mask: Tensor | None, device: torch.device
+) -> Tensor:
+    """Number of visible keys of every row: int64, broadcastable to [B, H, T]."""
+    if mask is None:
+        if causal:
+            return torch.arange(keys - queries + 1, keys + 1, device=device)
+        return torch.full((1,), keys, device=device)
+    mask = mask.expand(*mask.shape[:-1], keys)
+    if mask.shape[-2] > 1:
+        full = visible(queries, keys, causal, mask, device)
+        assert full is not None
+        return full.sum(-1)
+    per_key = mask.squeeze(-2)
+    if causal:
+        return per_key.cumsum(-1)[..., keys - queries :]
+    return per_key.sum(-1, keepdim=True)

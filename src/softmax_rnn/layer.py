@@ -1,0 +1,136 @@
+"""The attention layer: projections, rotary positions, gates and norm around ``attention()``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from softmax_rnn.attention import attention
+from softmax_rnn.spec import AttentionSpec
+from softmax_rnn.variants import resolve
+
+
+class Attention(nn.Module):
+    """Multi-head attention of any spec, with Llama's parameter names plus the spec's own.
+
+    A gate is one sigmoid scalar per head and token, ``sigmoid(Linear(hidden_size -> heads))``
+    (appendix E); a learned length power is ``sigmoid(length_logit)`` per head; RMS and layer norms
+    act over the head dimension with one weight shared by the heads. A spec adds nothing else, and
+    softmax adds nothing at all.
+
+    Args:
+        hidden_size: width of the residual stream.
+        num_heads: query heads.
+        spec: an :class:`AttentionSpec` or a variant's name.
+        num_kv_heads: key/value heads; all of ``num_heads`` unless given.
+        head_dim: width of a head; ``hidden_size // num_heads`` unless given.
+        bias: whether the four projections have a bias.
+        layer_idx: the layer's place in a cache.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        spec: AttentionSpec | str = "softmax",
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        layer_idx: int = 0,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_kv_heads or num_heads
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"The {num_kv_heads} key/value heads must divide the {num_heads} query heads."
+            )
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(f"The {num_heads} heads must divide the hidden size {hidden_size}.")
+        self.spec = resolve(spec)
+        self.head_dim = head_dim or hidden_size // num_heads
+        self.layer_idx = layer_idx
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
+        self.input_gate = nn.Linear(hidden_size, num_kv_heads) if self.spec.input_gate else None
+        gated = self.spec.output_gate != "none"
+        self.output_gate = nn.Linear(hidden_size, num_heads) if gated else None
+        learned_length = self.spec.denominator == "learned_length"
+        self.length_logit = nn.Parameter(torch.empty(num_heads)) if learned_length else None
+        scaled = self.spec.norm in ("rms", "layer")
+        self.norm_weight = nn.Parameter(torch.empty(self.head_dim)) if scaled else None
+        shifted = self.spec.norm == "layer"
+        self.norm_bias = nn.Parameter(torch.empty(self.head_dim)) if shifted else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set what is no ``nn.Linear``: norms to the identity, length powers to sigmoid(0.5)."""
+        for parameter, value in ((self.norm_weight, 1.0), (self.norm_bias, 0.0)):
+            if parameter is not None:
+                nn.init.constant_(parameter, value)
+        if self.length_logit is not None:
+            nn.init.constant_(self.length_logit, 0.5)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend causally.
+
+        Args:
+            hidden_states: [B, T, hidden_size].
+            position_embeddings: the rotary cosines and sines, each [B or 1, T, head_dim].
+            attention_mask: ``None`` for plain causal attention to all keys (those of the cache
+                included), else the whole mask [B, 1, T, S]: boolean, or additive with 0 = visible.
+            past_key_values: a key/value cache to extend.
+
+        Returns:
+            The output [B, T, hidden_size], and ``None`` where others return weights.
+        """
+        heads_of = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (
+            project(hidden_states).view(heads_of).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if position_embeddings is not None:
+            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+            q, k = q.to(v.dtype), k.to(v.dtype)  # autocast leaves the rotation in float32
+        if self.input_gate is not None:
+            # Gated here, so that a cache holds what the numerator needs.
+            gate = self.input_gate(hidden_states).sigmoid().transpose(1, 2)
+            v = v * gate.unsqueeze(-1).to(v.dtype)
+        output_gate = None
+        if self.output_gate is not None:
+            output_gate = self.output_gate(hidden_states).sigmoid().transpose(1, 2)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        if attention_mask is not None and attention_mask.dtype != torch.bool:
+            attention_mask = attention_mask == 0
+        out = attention(
+            q,
+            k,
+            v,
+            dataclasses.replace(self.spec, input_gate=False),
+            causal=attention_mask is None,
+            mask=attention_mask,
+            output_gate=output_gate,
+            length_power=None if self.length_logit is None else self.length_logit.sigmoid(),
+            norm_weight=self.norm_weight,
+            norm_bias=self.norm_bias,
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+    def extra_repr(self) -> str:
+        """The spec, in ``print(model)``."""
+        return str(self.spec)

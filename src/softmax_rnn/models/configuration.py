@@ -1,0 +1,89 @@
+"""The configuration: Llama's, plus the attention as data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, LlamaConfig
+
+from softmax_rnn.errors import unknown
+from softmax_rnn.spec import AttentionSpec
+from softmax_rnn.variants import resolve
+
+# The paper's sizes (appendix D; `deep` is in the authors' code alone) and one for a laptop.
+SIZES: dict[str, dict[str, int]] = {
+    "demo": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
+    "small": {
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 16,
+    },
+    "large": {
+        "hidden_size": 3072,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 16,
+    },
+    "deep": {
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 32,
+    },
+}
+
+# Name under which the mask maker is registered (see modeling.py).
+MASKING = "softmax_rnn"
+
+
+class SoftmaxRNNConfig(LlamaConfig):
+    """Llama's configuration and ``attention``: a variant's name, a spec, or a spec's dict.
+
+    ``attention`` is stored as the full dict, so that a saved model says what it computes whatever
+    becomes of the name. ``attn_implementation`` chooses nothing here and is ignored.
+
+    Example:
+        >>> SoftmaxRNNConfig(attention="norm", **SIZES["demo"]).attention["norm"]
+        'l2'
+    """
+
+    model_type = "softmax_rnn"
+    attention: Any = "softmax"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Resolve ``attention`` to the full dict."""
+        spec = self.attention
+        spec = AttentionSpec.from_dict(spec) if isinstance(spec, dict) else resolve(spec)
+        self.attention = spec.to_dict()
+        super().__post_init__(**kwargs)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """``attention`` as an :class:`AttentionSpec`."""
+        return AttentionSpec.from_dict(self.attention)
+
+    @classmethod
+    def of_size(cls, size: str, attention: Any = "softmax", **fields: Any) -> SoftmaxRNNConfig:
+        """The configuration of a named size, with the paper's epsilon; ``fields`` win."""
+        if size not in SIZES:
+            raise unknown("model size", size, SIZES)
+        return cls(attention=attention, **{"rms_norm_eps": 1e-5, **SIZES[size], **fields})
+
+    # Not saved by transformers; and a model that scored with another attention than its
+    # configuration says would do so silently.
+    @property
+    def _attn_implementation(self) -> str:
+        return MASKING
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: Any) -> None:
+        self._attn_implementation_internal = MASKING
+
+
+AutoConfig.register(SoftmaxRNNConfig.model_type, SoftmaxRNNConfig)

@@ -1,0 +1,73 @@
+"""The figure: test and train loss against tokens, on a logarithmic axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from softmax_rnn.report.curves import Curve, curves
+from softmax_rnn.report.style import style
+from softmax_rnn.training.folder import RunFolder
+
+# The share of the run that the vertical axis need not show: its steep start.
+_START = 0.1
+TITLES = {"test": "Test loss", "train": "Train loss"}
+
+
+def draw(runs: Sequence[RunFolder], folder: Path) -> list[Path]:
+    """Write ``figure.png`` and ``figure.svg``; return their paths."""
+    with mpl.rc_context({"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "softmax-rnn"}):
+        figure = Figure(figsize=(9.0, 3.8), layout="constrained")
+        axes = figure.subplots(1, 2, sharey=True)
+        drawn = {split: curves(runs, split) for split in TITLES}
+        for ax, (split, lines) in zip(axes, drawn.items(), strict=True):
+            _panel(ax, lines, TITLES[split])
+        axes[0].set_ylabel("cross-entropy, nats per token (log scale)")
+        axes[0].set_ylim(*_limits([line for lines in drawn.values() for line in lines]))
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", title="final test loss")
+        paths = [folder / "figure.png", folder / "figure.svg"]
+        for path in paths:
+            figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else {})
+    return paths
+
+
+def _panel(ax: Axes, lines: list[Curve], title: str) -> None:
+    for line in sorted(lines, key=lambda line: line.mean[-1]):
+        look = style(line.variant)
+        ax.plot(
+            line.tokens / 1e6,
+            line.mean,
+            color=look.color,
+            linestyle=look.dashes,
+            linewidth=1.4,
+            marker="o" if len(line.tokens) < 20 else None,
+            markersize=3,
+            label=f"{line.variant}  {line.mean[-1]:.3f}",
+        )
+        if (line.high > line.low).any():
+            ax.fill_between(
+                line.tokens / 1e6, line.low, line.high, color=look.color, alpha=0.15, linewidth=0
+            )
+    ax.set_title(title)
+    ax.set_xlabel("training tokens (millions)")
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.tick_params(labelleft=True)
+    ax.grid(alpha=0.3, linewidth=0.5)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+
+
+def _limits(lines: list[Curve]) -> tuple[float, float]:
+    """Limits that hold every line after its steep start."""
+    shown = np.concatenate([line.mean[line.tokens >= _START * line.tokens[-1]] for line in lines])
+    return 0.97 * float(shown.min()), 1.03 * float(shown.max())

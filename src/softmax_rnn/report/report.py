@@ -1,0 +1,35 @@
+"""From a folder of runs to results.csv, figure.png, figure.svg and report.html."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from softmax_rnn.files import write_text
+from softmax_rnn.report.figure import draw
+from softmax_rnn.report.html import page
+from softmax_rnn.report.table import results
+from softmax_rnn.training.folder import RunFolder
+
+
+def find_runs(root: Path) -> list[RunFolder]:
+    """The finished runs in and below ``root``, by path.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    runs = [RunFolder(path.parent) for path in sorted(root.rglob("summary.json"))]
+    if not runs:
+        raise ValueError(f"No finished run in {root}.")
+    return runs
+
+
+def report(runs: Sequence[RunFolder], root: Path) -> tuple[pd.DataFrame, list[Path]]:
+    """Write the table, figure and page of ``runs`` into ``root``; return the table and paths."""
+    table = results(runs)
+    write_text(root / "results.csv", table.to_csv(index=False))
+    figures = draw(runs, root)
+    write_text(root / "report.html", page(runs, table))
+    return table, [root / "results.csv", *figures, root / "report.html"]

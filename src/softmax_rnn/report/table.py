@@ -1,0 +1,119 @@
+"""The comparison as a table: one row a variant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from rich.table import Table
+
+from softmax_rnn.report.statistics import paired_difference
+from softmax_rnn.training.folder import RunFolder
+
+REFERENCE = "softmax"
+
+
+def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
+    """One row a variant, in the order of the runs; losses are means over its seeds.
+
+    Columns: variant, seeds, parameters, train_loss (mean of the last tenth of the run), test_loss
+    (after the last step, on the whole test split), difference, low, high (to softmax, paired by
+    seed and block, 95% interval; not a number without softmax), tokens_per_second (median),
+    peak_memory_bytes (largest).
+    """
+    grouped = by_variant(runs)
+    reference = grouped.get(REFERENCE, {})
+    rows = []
+    for variant, seeds in grouped.items():
+        summaries = pd.DataFrame([run.summary for run in seeds.values()])
+        row = {
+            "variant": variant,
+            "seeds": len(seeds),
+            "parameters": int(summaries.parameters[0]),
+            "train_loss": summaries.train_loss.mean(),
+            "test_loss": summaries.test_loss.mean(),
+            "difference": np.nan,
+            "low": np.nan,
+            "high": np.nan,
+            "tokens_per_second": summaries.tokens_per_second.median(),
+            "peak_memory_bytes": int(summaries.peak_memory_bytes.max()),
+        }
+        shared = sorted(set(seeds) & set(reference))
+        if shared and variant != REFERENCE:
+            paired = paired_difference(_losses(seeds, shared), _losses(reference, shared))
+            row |= {"difference": paired.mean, "low": paired.low, "high": paired.high}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def by_variant(runs: Sequence[RunFolder]) -> dict[str, dict[int, RunFolder]]:
+    """The runs by the name of their attention, then by seed."""
+    grouped: dict[str, dict[int, RunFolder]] = {}
+    for run in runs:
+        seeds = grouped.setdefault(label(run), {})
+        if run.config.seed in seeds:
+            raise ValueError(
+                f"{run.path} and {seeds[run.config.seed].path} are runs of one variant and seed; "
+                "report on one of them."
+            )
+        seeds[run.config.seed] = run
+    return grouped
+
+
+def label(run: RunFolder) -> str:
+    """What a run's attention is called: its variant's name, or the fields of its own."""
+    attention = run.config.attention
+    if isinstance(attention, str):
+        return attention
+    return ", ".join(f"{key}={value}" for key, value in attention.items())
+
+
+def _losses(seeds: dict[int, RunFolder], shared: Sequence[int]) -> NDArray[np.float64]:
+    return np.stack([seeds[seed].test_losses for seed in shared])
+
+
+def cells(table: pd.DataFrame) -> list[list[str]]:
+    """The table's cells as text, the header first."""
+    header = [
+        "variant",
+        "seeds",
+        "parameters",
+        "train loss",
+        "test loss",
+        f"minus {REFERENCE} [95% interval]",
+        "tokens/s",
+        "peak memory",
+    ]
+    rows = [
+        [
+            row["variant"],
+            str(row["seeds"]),
+            f"{row['parameters']:,}",
+            f"{row['train_loss']:.4f}",
+            f"{row['test_loss']:.4f}",
+            _interval(row["difference"], row["low"], row["high"]),
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['peak_memory_bytes'] / 2**20:,.0f} MiB",
+        ]
+        for row in table.to_dict("records")
+    ]
+    return [header, *rows]
+
+
+def _interval(difference: float, low: float, high: float) -> str:
+    if np.isnan(difference):
+        return "-"
+    return f"{difference:+.4f} [{low:+.4f}, {high:+.4f}]"
+
+
+def rich_table(table: pd.DataFrame) -> Table:
+    """For the terminal."""
+    header, *rows = cells(table)
+    shown = Table()
+    for index, name in enumerate(header):
+        shown.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in rows:
+        shown.add_row(*row)
+    return shown

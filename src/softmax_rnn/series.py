@@ -1,0 +1,77 @@
+"""Power series ``w(x) = sum_n a_n x^n``: the weight of every attention in the paper.
+
+The exponential, its Taylor polynomials and single powers share one class. The derivative of a
+series is again a series (of ``taylor`` N it is ``taylor`` N-1), so a backward pass needs nothing
+new.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from scipy.special import gammainc
+from torch import Tensor
+
+from softmax_rnn.spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class PowerSeries:
+    """``w(x) = sum_n coefficients[n] * x**n``; ``coefficients`` is ``None`` for exp itself."""
+
+    coefficients: tuple[float, ...] | None
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> PowerSeries:
+        """The weight series of a spec."""
+        if spec.series == "exp":
+            return cls(None)
+        assert spec.order is not None
+        if spec.series == "power":
+            return cls((0.0,) * spec.order + (1.0,))
+        return cls(tuple(1.0 / math.factorial(n) for n in range(spec.order + 1)))
+
+    @property
+    def is_exp(self) -> bool:
+        """Whether this is exp itself, with every power."""
+        return self.coefficients is None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``w(x)``, element by element (Horner's rule for a finite series)."""
+        if self.coefficients is None:
+            return x.exp()
+        *lower, leading = self.coefficients
+        if not lower:
+            return torch.full_like(x, leading)
+        result = leading * x
+        if lower[-1]:
+            result += lower[-1]
+        reuse = None if result.requires_grad else result
+        for coefficient in reversed(lower[:-1]):
+            # One fused pass: coefficient + result * x.
+            result = torch.addcmul(x.new_tensor(coefficient), result, x, out=reuse)
+        return result
+
+    def derivative(self) -> PowerSeries:
+        """``w'`` as a series."""
+        if self.coefficients is None:
+            return self
+        return PowerSeries(tuple(n * a for n, a in enumerate(self.coefficients))[1:] or (0.0,))
+
+
+def remainder_bound(order: int, radius: float) -> float:
+    """``max |exp(x) - taylor_order(x)|`` over ``|x| <= radius``: exact, attained at ``radius``.
+
+    It is the tail ``sum_{n > order} radius^n / n!`` of exp's series, that is ``exp(radius)`` times
+    the regularised lower incomplete gamma function.
+
+    Raises:
+        ValueError: for an order that is not an integer >= 0 or a radius that is not >= 0.
+    """
+    if isinstance(order, bool) or not isinstance(order, int) or order < 0:
+        raise ValueError(f"order must be an integer >= 0, not {order!r}.")
+    if not (math.isfinite(radius) and radius >= 0):
+        raise ValueError(f"radius must be a finite number >= 0, not {radius!r}.")
+    return math.exp(radius) * float(gammainc(order + 1, radius))

@@ -1,0 +1,243 @@
+"""The configuration of one run: flat, typed, saved whole beside what it made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+from softmax_rnn.errors import require_choice, unknown
+from softmax_rnn.files import write_text
+from softmax_rnn.models.configuration import SIZES
+from softmax_rnn.spec import AttentionSpec
+from softmax_rnn.variants import resolve
+
+Precision = Literal["auto", "fp32", "bf16"]
+
+# Appendix D; the schedule's horizon is the one the authors' code runs with.
+_PAPER: dict[str, Any] = {
+    "tokenizer": "meta-llama/Llama-2-7b-hf",
+    "block_size": 1024,
+    "test_fraction": 0.001,
+    "steps": 100_000,
+    "schedule_steps": 1_000_000,
+    "warmup_steps": 10_000,
+    "batch_size": 36,
+    "learning_rate": 1e-4,
+    "evaluate_every": 10_000,
+    "save_every": 1_000,
+}
+_SIZE_FIELDS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+}
+
+
+def _size(name: str) -> dict[str, int]:
+    return {_SIZE_FIELDS[key]: value for key, value in SIZES[name].items()}
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "demo": _size("demo"),
+    **{name: {**_size(name), **_PAPER} for name in ("small", "large", "deep")},
+}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run. The defaults are the ``demo`` preset.
+
+    Attributes:
+        attention: a variant's name (``taylor:4`` with an order), or a full specification.
+        seed: draws the initial values and the order of the blocks.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the MLP.
+        num_layers: decoder layers.
+        num_heads: query heads a layer.
+        num_kv_heads: key/value heads a layer; all of num_heads unless given.
+        vocab_size: rows of the embedding; the tokenizer's unless given.
+        corpus: ``stdlib`` (the source text of Python's standard library), a file, folder or glob.
+        text_column: key or column of the text in JSON lines and Parquet.
+        tokenizer: ``bytes``, or a Hugging Face tokenizer's name or path.
+        block_size: tokens a block.
+        test_fraction: share of the documents held out.
+        split_seed: draws the documents held out.
+        steps: optimizer steps of the run.
+        schedule_steps: where the linear decay would reach zero; ``steps`` unless given.
+        warmup_steps: steps of the linear warm-up; a sixteenth of the schedule unless given.
+        batch_size: blocks a step, over all devices and accumulated micro-batches.
+        accumulation: micro-batches a step.
+        learning_rate: its peak.
+        beta1: AdamW's first moment.
+        beta2: AdamW's second moment.
+        epsilon: AdamW's epsilon.
+        weight_decay: AdamW's, on weight matrices.
+        gradient_clip: largest gradient norm; 0 for none. Unless given, as in the paper: 1 for
+            variants with a gate, none for the others.
+        precision: ``bf16`` autocast, ``fp32``, or ``auto``: bf16 on a GPU, fp32 elsewhere.
+        gradient_checkpointing: recompute activations in the backward pass.
+        compile: run the model through torch.compile.
+        log_every: steps between rows of metrics.jsonl.
+        evaluate_every: steps between evaluations on the whole test split; a multiple of
+            log_every. The last step is always evaluated.
+        save_every: steps between checkpoints; a multiple of log_every.
+        keep_checkpoints: newest checkpoints to keep.
+        tensorboard: also write TensorBoard events.
+    """
+
+    attention: str | dict[str, Any] = "softmax"
+    seed: int = 0
+
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    vocab_size: int | None = None
+
+    corpus: str = "stdlib"
+    text_column: str = "text"
+    tokenizer: str = "bytes"
+    block_size: int = 256
+    test_fraction: float = 0.02
+    split_seed: int = 123
+
+    steps: int = 800
+    schedule_steps: int | None = None
+    warmup_steps: int | None = None
+    batch_size: int = 8
+    accumulation: int = 1
+    learning_rate: float = 3e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-7
+    weight_decay: float = 0.01
+    gradient_clip: float | None = None
+    precision: Precision = "auto"
+    gradient_checkpointing: bool = False
+    compile: bool = False
+
+    log_every: int = 10
+    evaluate_every: int = 200
+    save_every: int = 100
+    keep_checkpoints: int = 2
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        require_choice("precision", self.precision, get_args(Precision))
+        assert self.spec is not None  # an unknown variant is named here
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "block_size",
+            "steps",
+            "batch_size",
+            "accumulation",
+            "log_every",
+            "evaluate_every",
+            "save_every",
+            "keep_checkpoints",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        for name in ("evaluate_every", "save_every"):
+            if getattr(self, name) % self.log_every:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be a multiple of "
+                    f"log_every={self.log_every}, so that a resumed run logs the same rows."
+                )
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} must divide hidden_size={self.hidden_size}."
+            )
+        if self.num_heads % (self.num_kv_heads or self.num_heads):
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}."
+            )
+        if self.batch_size % self.accumulation:
+            raise ValueError(
+                f"accumulation={self.accumulation} must divide batch_size={self.batch_size}."
+            )
+        if not 0 <= self.warmup < self.horizon:
+            raise ValueError(
+                f"warmup_steps={self.warmup} must lie in [0, {self.horizon}), "
+                "the schedule's length."
+            )
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The attention's specification."""
+        if isinstance(self.attention, str):
+            return resolve(self.attention)
+        return AttentionSpec.from_dict(self.attention)
+
+    @property
+    def horizon(self) -> int:
+        """The step at which the learning rate reaches zero."""
+        return self.schedule_steps or self.steps
+
+    @property
+    def warmup(self) -> int:
+        """Steps of the linear warm-up."""
+        return self.horizon // 16 if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def clip(self) -> float:
+        """The largest gradient norm; 0 for no clipping."""
+        if self.gradient_clip is not None:
+            return self.gradient_clip
+        return 1.0 if self.spec.input_gate or self.spec.output_gate != "none" else 0.0
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens a step."""
+        return self.batch_size * self.block_size
+
+    def learning_rate_factor(self, step: int) -> float:
+        """The share of the peak rate at ``step``, counted from 0: never 0 within the run."""
+        if step < self.warmup:
+            return (step + 1) / (self.warmup + 1)
+        return max(0.0, (self.horizon - step) / (self.horizon - self.warmup))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RunConfig:
+        """The inverse of :meth:`to_dict`; raises ``ValueError`` on an unknown key."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key in data:
+            if key not in names:
+                raise unknown("config key", key, names)
+        return cls(**data)
+
+    @classmethod
+    def preset(cls, name: str, **fields: Any) -> RunConfig:
+        """A preset by name; ``fields`` win over it."""
+        if name not in PRESETS:
+            raise unknown("preset", name, PRESETS)
+        return cls.from_dict({**PRESETS[name], **fields})
+
+    def save(self, path: Path) -> None:
+        """Write the whole configuration as YAML."""
+        write_text(path, yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True))
+
+    @classmethod
+    def load(cls, path: Path) -> RunConfig:
+        """Read what :meth:`save` wrote."""
+        try:
+            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not YAML: {error}") from error
+        if not isinstance(data, dict):
+            raise ValueError(f"{path} does not hold a mapping of config keys.")
+        return cls.from_dict(data)

@@ -1,0 +1,109 @@
+"""Inputs for a spec, its output and every gradient, and how to compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import softmax_rnn as sr
+
+MASKS = ("none", "padding", "full")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a case: odd, with grouped queries, S != T and E != D unless told otherwise."""
+
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    queries: int = 37
+    keys: int = 41
+    width: int = 8
+    value_width: int = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A spec's inputs in float64 and what to visit them with."""
+
+    spec: sr.AttentionSpec
+    tensors: dict[str, Tensor]
+    mask: Tensor | None
+    causal: bool
+    upstream: Tensor
+
+    def run(
+        self, attend: Callable[..., Tensor], dtype: torch.dtype = torch.float64, **options: object
+    ) -> dict[str, Tensor]:
+        """The output of ``attend`` under ``out``, and the gradient of every input by its name."""
+        inputs = {name: x.to(dtype).requires_grad_() for name, x in self.tensors.items()}
+        q, k, v = (inputs[name] for name in "qkv")
+        extras = {name: x for name, x in inputs.items() if name not in ("q", "k", "v")}
+        out = attend(
+            q, k, v, self.spec, causal=self.causal, mask=self.mask, **extras, **options
+        )
+        assert out.dtype == dtype
+        grads = torch.autograd.grad(
+            out, list(inputs.values()), self.upstream.to(dtype), materialize_grads=True
+        )
+        return {"out": out.detach(), **dict(zip(inputs, grads, strict=True))}
+
+
+def make_case(
+    spec: sr.AttentionSpec,
+    *,
+    causal: bool = True,
+    mask: str = "none",
+    shape: Shape = Shape(),  # noqa: B008
+    seed: int = 0,
+    spread: float = 1.0,
+) -> Case:
+    """Random inputs; ``spread`` scales queries and keys."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    b, h, g, t, s = shape.batch, shape.heads, shape.kv_heads, shape.queries, shape.keys
+    tensors = {
+        "q": spread * normal(b, h, t, shape.width),
+        "k": spread * normal(b, g, s, shape.width),
+        "v": normal(b, g, s, shape.value_width),
+    }
+    if spec.input_gate:
+        tensors["input_gate"] = normal(b, g, s).sigmoid()
+    if spec.output_gate != "none":
+        tensors["output_gate"] = normal(b, h, t).sigmoid()
+    if spec.denominator == "learned_length":
+        tensors["length_power"] = normal(h).sigmoid()
+    if spec.norm in ("rms", "layer"):
+        tensors["norm_weight"] = 1 + 0.3 * normal(shape.value_width)
+    if spec.norm == "layer":
+        tensors["norm_bias"] = normal(shape.value_width)
+    upstream = normal(b, h, t, shape.value_width)
+    shown = None
+    if mask == "padding":
+        shown = torch.ones(b, 1, 1, s, dtype=torch.bool)
+        shown[-1, ..., : s // 4] = False
+    elif mask == "full":
+        shown = torch.rand(b, h, t, s, generator=generator) > 0.4
+        shown[0, 0, t // 2] = False
+    return Case(spec, tensors, shown, causal, upstream)
+
+
+def assert_close(
+    found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, note: str = ""
+) -> None:
+    """Every tensor agrees, relative to its size, and to what it is made of where it cancels."""
+    assert found.keys() == expected.keys()
+    floor = max(float(x.norm()) / x.numel() ** 0.5 for x in expected.values())
+    for name, x in expected.items():
+        y = found[name].double()
+        assert y.isfinite().all(), f"{note} {name}: not finite"
+        size = float(x.norm()) + 0.05 * floor * x.numel() ** 0.5
+        error = float((y - x).norm()) / size
+        assert error <= tolerance, f"{note} {name}: relative error {error:.2e} > {tolerance:.0e}"

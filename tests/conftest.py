@@ -1,0 +1,47 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+
+WORDS = ("state", "query", "key", "value", "gate", "norm", "power", "series", "sum", "row")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Tests run beside each other, a core each."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's cache."""
+    monkeypatch.setenv("SOFTMAX_RNN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialised memory is NaN, so that reading it shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder of 40 small text files."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(40):
+        words = " ".join(WORDS[(i * j + j * j) % len(WORDS)] for j in range(60))
+        (folder / f"{i:02}.txt").write_text(words + "\n")
+    return folder

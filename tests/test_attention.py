@@ -1,0 +1,105 @@
+"""``attention``: what it refuses, and what its denominators promise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import softmax_rnn as sr
+
+Q, K, V = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7, 6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": Q[0]}, r"q must be \[batch, heads, length, width\], not \[4, 5, 8\]"),
+        ({"k": K[:1]}, "k has batch 1, q has 2"),
+        ({"k": K[..., :4]}, "q has width 8, k has 4"),
+        ({"v": V[:, :, :3]}, "k and v must share heads and length"),
+        ({"k": K[:, :0], "v": V[:, :0]}, "The 0 key/value heads must divide the 4"),
+        ({"q": Q[:, :3]}, "The 2 key/value heads must divide the 3"),
+        ({"v": V.double()}, "v has torch.float64"),
+        ({"k": K.to("meta")}, "k has torch.float32 on meta"),
+        ({"q": Q.int(), "k": K.int(), "v": V.int()}, "floating-point dtype, not torch.int32"),
+        ({"q": torch.zeros(2, 4, 9, 8)}, "9 queries and only 7 keys"),
+        ({"mask": torch.ones(5, 7)}, "mask must be boolean"),
+        ({"mask": torch.ones(5, 6, dtype=torch.bool)}, r"\[5, 6\] cannot be broadcast"),
+        ({"spec": "nrom"}, "Did you mean 'norm'"),
+        ({"form": "blocks"}, "Unknown form 'blocks'. Did you mean 'blocked'"),
+        ({"spec": "gate", "form": "fused", "output_gate": torch.ones(2, 4, 5)}, "those that can: blocked, dense"),
+        ({"spec": "gate"}, r"needs output_gate, of shape \[2, 4, 5\]"),
+        ({"spec": "input_gate"}, r"needs input_gate, of shape \[2, 2, 7\]"),
+        ({"spec": "linear_cosine"}, r"needs length_power, of shape \[4\]"),
+        ({"output_gate": torch.ones(2, 4, 5)}, "output_gate was given, but this spec"),
+        ({"norm_weight": torch.ones(6)}, "norm_weight was given, but this spec"),
+        ({"spec": "norm_rms", "norm_bias": torch.ones(6)}, "norm_bias was given"),
+        ({"spec": "norm_rms", "norm_weight": torch.ones(8)}, r"shape \[6\], not \[8\]"),
+        ({"spec": "gate", "output_gate": torch.ones(2, 4, 7)}, r"shape \[2, 4, 5\], not \[2, 4, 7\]"),
+    ],
+)
+def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
+    arguments = {"q": Q, "k": K, "v": V, "spec": "softmax", **change}
+    with pytest.raises(ValueError, match=message):
+        sr.attention(**arguments)
+
+
+def test_a_row_that_sees_nothing_is_zero() -> None:
+    q, k, v = (torch.randn(1, 1, 4, 8, requires_grad=True) for _ in range(3))
+    mask = torch.tensor([False, True, True, True])
+    for name in ("softmax", "norm", "taylor:2", "length", "softmax_plus_one"):
+        out = sr.attention(q, k, v, name, mask=mask)
+        assert (out[0, 0, 0] == 0).all()
+        for grad in torch.autograd.grad(out.sum(), (q, k, v)):
+            assert grad.isfinite().all()
+
+
+def test_length_counts_visible_keys_not_positions() -> None:
+    q, k, v = (torch.randn(1, 1, 6, 8) for _ in range(3))
+    padded = [torch.cat([torch.randn(1, 1, 3, 8), x], dim=2) for x in (q, k, v)]
+    mask = torch.arange(9) >= 3
+    expected = sr.attention(q, k, v, "length")
+    torch.testing.assert_close(sr.attention(*padded, "length", mask=mask)[:, :, 3:], expected)
+
+
+def test_odd_series_keeps_its_sum_from_zero_and_its_sign() -> None:
+    spec = sr.AttentionSpec(series="taylor", order=1, scale=1.0)
+    k, v = torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1)
+    for score in (-1.0, -1.0 + 1e-7, -1.0 - 1e-7):
+        out = sr.attention(torch.full((1, 1, 1, 1), score), k, v, spec)
+        assert out.isfinite().all()
+    below = sr.attention(torch.full((1, 1, 1, 1), -3.0), k, v, spec)
+    torch.testing.assert_close(below, v)  # (1 - 3) v / (1 - 3)
+
+
+def test_a_gate_before_the_l2_norm_does_nothing() -> None:
+    q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
+    gate = torch.rand(1, 2, 9) + 0.1
+    gated = sr.attention(q, k, v, "norm_gate_before", output_gate=gate)
+    torch.testing.assert_close(gated, sr.attention(q, k, v, "norm"))
+
+
+def test_autocast_leaves_the_result_alone() -> None:
+    q, k, v = (torch.randn(1, 2, 40, 8) for _ in range(3))
+    for name in ("softmax", "taylor:4", "clamped"):
+        plain = sr.attention(q, k, v, name)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(sr.attention(q, k, v, name), plain)
+
+
+@pytest.mark.parametrize("name", ["norm", "gate", "taylor:4"])
+def test_torch_compile(name: str) -> None:
+    gate = {"output_gate": torch.rand(1, 2, 40)} if name == "gate" else {}
+    q, k, v = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))
+    compiled = torch.compile(lambda: sr.attention(q, k, v, name, **gate), backend="aot_eager")
+    expected = sr.attention(q, k, v, name, **gate)
+    found = compiled()
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(
+        torch.autograd.grad(found.sum(), (q, k, v)),
+        torch.autograd.grad(expected.sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)

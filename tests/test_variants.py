@@ -1,0 +1,122 @@
+"""The table of variants against the formulas of the authors' code, written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import Shape, make_case
+from torch import Tensor
+
+import softmax_rnn as sr
+
+# What the authors' training code computes, from scores s (causal ones are masked after): the
+# weights before the mask, then what becomes of the rows. t is the number of visible keys.
+SHAPE = Shape(kv_heads=4, queries=19, keys=19, value_width=8)
+Finish = Callable[[Tensor, Tensor, Tensor, dict[str, Tensor]], Tensor]
+
+
+def _out_gate(x: Tensor, extras: dict[str, Tensor]) -> Tensor:
+    return x * extras["output_gate"][..., None]
+
+
+def _rms(x: Tensor, extras: dict[str, Tensor]) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], extras["norm_weight"], eps=1e-5)
+
+
+def _layer(x: Tensor, extras: dict[str, Tensor]) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], extras["norm_weight"], extras["norm_bias"], eps=1e-5)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1)
+
+
+EXP: Callable[[Tensor], Tensor] = torch.exp
+C5: Callable[[Tensor], Tensor] = lambda s: s.clamp(max=5).exp()  # noqa: E731
+AUTHORS: dict[str, tuple[Callable[[Tensor], Tensor], Finish]] = {
+    "softmax": (EXP, lambda n, z, t, e: n / z),
+    "norm": (EXP, lambda n, z, t, e: _unit(n)),
+    "gate": (C5, lambda n, z, t, e: _out_gate(n / t, e)),
+    "detached": (C5, lambda n, z, t, e: n / z.clamp(min=1).detach()),
+    "clamped": (C5, lambda n, z, t, e: n / z.clamp(min=1)),
+    "length": (C5, lambda n, z, t, e: n / t),
+    "detached_gate": (C5, lambda n, z, t, e: _out_gate(n / (z + 1e-4).detach(), e)),
+    "gate_only": (C5, lambda n, z, t, e: _out_gate(n, e)),
+    "input_gate": (C5, lambda n, z, t, e: n / t),
+    "both_gates": (C5, lambda n, z, t, e: _out_gate(n / t, e)),
+    "norm_rms": (C5, lambda n, z, t, e: _rms(n, e)),
+    "norm_rms_length": (C5, lambda n, z, t, e: _rms(n / t, e)),
+    "norm_layer_length": (C5, lambda n, z, t, e: _layer(n / t, e)),
+    "norm_l2_clamped": (C5, lambda n, z, t, e: _unit(n)),
+    "norm_l2_length": (C5, lambda n, z, t, e: _unit(n / t)),
+    "norm_gate_before": (EXP, lambda n, z, t, e: _unit(_out_gate(n, e))),
+    "norm_gate_after": (EXP, lambda n, z, t, e: _out_gate(_unit(n), e)),
+    "layer_input_gate": (C5, lambda n, z, t, e: _layer(n / t, e)),
+    "layer_output_gate": (C5, lambda n, z, t, e: _layer(_out_gate(n / t, e), e)),
+    "layer_both_gates": (C5, lambda n, z, t, e: _layer(_out_gate(n / t, e), e)),
+    "softmax_plus_one": (EXP, lambda n, z, t, e: n / (z + 1)),
+    "quadratic": (lambda s: s**2, lambda n, z, t, e: n),
+    "power": (lambda s: s**2, lambda n, z, t, e: n / z),
+    "taylor": (lambda s: 1 + s + s**2 / 2, lambda n, z, t, e: n / z),
+}
+# The same with a feature map and no 1/sqrt(d), but for relu_gate (scaled in the authors' code).
+ELU: Callable[[Tensor], Tensor] = lambda x: F.elu(x) + 1  # noqa: E731
+LINEAR: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], Finish]] = {
+    "linear_elu": (ELU, lambda s: s, lambda n, z, t, e: n / z),
+    "linear_relu": (F.relu, lambda s: s, lambda n, z, t, e: n / (z + 1e-8)),
+    "linear_cosine": (_unit, lambda s: s, lambda n, z, t, e: n / _power(t, e)),
+    "taylor_elu": (ELU, lambda s: 1 + s + s**2 / 2, lambda n, z, t, e: n / z),
+    "taylor_relu": (F.relu, lambda s: 1 + s + s**2 / 2, lambda n, z, t, e: n / (z + 1e-8)),
+    "taylor_cosine": (_unit, lambda s: 1 + s + s**2 / 2, lambda n, z, t, e: n / _power(t, e)),
+    "relu_gate": (F.relu, lambda s: s.clamp(max=5), lambda n, z, t, e: _out_gate(n / t, e)),
+    "norm_relu": (F.relu, lambda s: s, lambda n, z, t, e: _unit(n)),
+}
+
+
+def _power(t: Tensor, extras: dict[str, Tensor]) -> Tensor:
+    return t ** extras["length_power"][:, None, None]
+
+
+@pytest.mark.parametrize("name", sr.variants())
+def test_variant_is_the_authors(name: str) -> None:
+    case = make_case(sr.variant(name), shape=SHAPE, spread=1.5)
+    e = case.tensors
+    scale = e["q"].shape[-1] ** -0.5
+    if name in AUTHORS:
+        weight, finish = AUTHORS[name]
+        scores = scale * e["q"] @ e["k"].mT
+    else:
+        phi, weight, finish = LINEAR[name]
+        scores = phi(e["q"]) @ phi(e["k"]).mT
+        if name in ("relu_gate", "norm_relu"):
+            scores = scale * scores
+    v = e["v"] * e["input_gate"][..., None] if "input_gate" in e else e["v"]
+    weights = weight(scores).tril()
+    t = torch.arange(1, 20, dtype=torch.float64)[:, None]
+    expected = finish(weights @ v, weights.sum(-1, keepdim=True), t, e)
+    torch.testing.assert_close(case.run(sr.attention)["out"], expected)
+
+
+def test_every_row_has_its_formula() -> None:
+    assert {*AUTHORS, *LINEAR} == set(sr.variants())
+
+
+def test_names() -> None:
+    assert sr.variant("softmax_l2") == sr.variant("norm")
+    assert sr.variant("taylor:4") == sr.variant("taylor", order=4)
+    assert sr.variant("taylor", order=0).order == 0
+    with pytest.raises(ValueError, match="Did you mean 'linear_elu'"):
+        sr.variant("linear_elo")
+    with pytest.raises(ValueError, match="has no order"):
+        sr.variant("gate", order=2)
+    with pytest.raises(ValueError, match="not -1"):
+        sr.variant("taylor", order=-1)
+    with pytest.raises(ValueError, match="an integer >= 0"):
+        sr.variant("taylor:-1")
+    with pytest.raises(ValueError, match="came on top"):
+        sr.variant("taylor:2", order=3)
+    with pytest.raises(ValueError, match="AttentionSpec or a variant's name, not 3"):
+        sr.attention(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 3)  # type: ignore[arg-type]
