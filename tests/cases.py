@@ -43,9 +43,7 @@ class Case:
         inputs = {name: x.to(dtype).requires_grad_() for name, x in self.tensors.items()}
         q, k, v = (inputs[name] for name in "qkv")
         extras = {name: x for name, x in inputs.items() if name not in ("q", "k", "v")}
-        out = attend(
-            q, k, v, self.spec, causal=self.causal, mask=self.mask, **extras, **options
-        )
+        out = attend(q, k, v, self.spec, causal=self.causal, mask=self.mask, **extras, **options)
         assert out.dtype == dtype
         grads = torch.autograd.grad(
             out, list(inputs.values()), self.upstream.to(dtype), materialize_grads=True
@@ -58,7 +56,7 @@ def make_case(
     *,
     causal: bool = True,
     mask: str = "none",
-    shape: Shape = Shape(),  # noqa: B008
+    shape: Shape = Shape(),
     seed: int = 0,
     spread: float = 1.0,
 ) -> Case:
@@ -104,6 +102,6 @@ def assert_close(
     for name, x in expected.items():
         y = found[name].double()
         assert y.isfinite().all(), f"{note} {name}: not finite"
-        size = float(x.norm()) + 0.05 * floor * x.numel() ** 0.5
+        size = float(x.norm()) + max(0.05 * floor, 1e-12) * x.numel() ** 0.5
         error = float((y - x).norm()) / size
         assert error <= tolerance, f"{note} {name}: relative error {error:.2e} > {tolerance:.0e}"

@@ -29,7 +29,10 @@ Q, K, V = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7,
         ({"mask": torch.ones(5, 6, dtype=torch.bool)}, r"\[5, 6\] cannot be broadcast"),
         ({"spec": "nrom"}, "Did you mean 'norm'"),
         ({"form": "blocks"}, "Unknown form 'blocks'. Did you mean 'blocked'"),
-        ({"spec": "gate", "form": "fused", "output_gate": torch.ones(2, 4, 5)}, "those that can: blocked, dense"),
+        (
+            {"spec": "gate", "form": "fused", "output_gate": torch.ones(2, 4, 5)},
+            "those that can: blocked, dense",
+        ),
         ({"spec": "gate"}, r"needs output_gate, of shape \[2, 4, 5\]"),
         ({"spec": "input_gate"}, r"needs input_gate, of shape \[2, 2, 7\]"),
         ({"spec": "linear_cosine"}, r"needs length_power, of shape \[4\]"),
@@ -37,7 +40,10 @@ Q, K, V = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7,
         ({"norm_weight": torch.ones(6)}, "norm_weight was given, but this spec"),
         ({"spec": "norm_rms", "norm_bias": torch.ones(6)}, "norm_bias was given"),
         ({"spec": "norm_rms", "norm_weight": torch.ones(8)}, r"shape \[6\], not \[8\]"),
-        ({"spec": "gate", "output_gate": torch.ones(2, 4, 7)}, r"shape \[2, 4, 5\], not \[2, 4, 7\]"),
+        (
+            {"spec": "gate", "output_gate": torch.ones(2, 4, 7)},
+            r"shape \[2, 4, 5\], not \[2, 4, 7\]",
+        ),
     ],
 )
 def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:

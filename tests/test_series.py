@@ -31,7 +31,9 @@ def test_power(order: int) -> None:
     torch.testing.assert_close(series(X), X**order)
 
 
-@pytest.mark.parametrize("spec", [AttentionSpec(), *(AttentionSpec(series="power", order=n) for n in range(4))])
+@pytest.mark.parametrize(
+    "spec", [AttentionSpec(), *(AttentionSpec(series="power", order=n) for n in range(4))]
+)
 def test_derivative_is_autograd(spec: AttentionSpec) -> None:
     series = PowerSeries.of(spec)
     x = X.clone().requires_grad_()

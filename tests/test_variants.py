@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Shape, make_case
 from torch import Tensor
 
 import softmax_rnn as sr
+from cases import Shape, make_case
 
 # What the authors' training code computes, from scores s (causal ones are masked after): the
 # weights before the mask, then what becomes of the rows. t is the number of visible keys.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,14 +30,27 @@ class _Parser(ArgumentParser):
     """Says what is wrong in a line, with the nearest option, and not the whole usage."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        options = [name for action in self._actions for name in action.option_strings]
-        for word in message.replace("'", " ").split():
-            wanted = f"--{word.lstrip('-')}"
-            near = difflib.get_close_matches(wanted, options, n=1, cutoff=0.7)
-            if near and wanted not in options:
+        """Print the message, the nearest name to what was mistyped, and exit with 2."""
+        known = self._names()
+        for word in re.findall(r"[\w-]+", message):
+            if word in known:
+                continue
+            near = difflib.get_close_matches(word.lstrip("-"), known, n=1, cutoff=0.75)
+            if near and word.lstrip("-") not in known:
                 message += f" Did you mean {near[0]!r}?"
-        print(f"error: {message}\nOptions: {self.prog} --help", file=sys.stderr)
+                break
+        print(f"error: {message}\nHelp: {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)
+
+    def _names(self) -> list[str]:
+        """The options and subcommands, those of the subcommands included."""
+        names: list[str] = []
+        for action in self._actions:
+            names += [name.lstrip("-") for name in action.option_strings]
+            if isinstance(action.choices, dict):
+                for name, parser in action.choices.items():
+                    names += [name, *parser._names()]
+        return names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

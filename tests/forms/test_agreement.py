@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from cases import MASKS, Shape, assert_close, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import softmax_rnn as sr
+from cases import MASKS, Shape, assert_close, make_case
 from softmax_rnn.attention import FORMS
 from softmax_rnn.spec import AttentionSpec
 
@@ -88,7 +88,15 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
     series = draw(st.sampled_from(["exp", "taylor", "power"]))
     denominator = draw(
         st.sampled_from(
-            "sum detached_sum clamped_sum sum_plus_one length learned_length none".split()
+            [
+                "sum",
+                "detached_sum",
+                "clamped_sum",
+                "sum_plus_one",
+                "length",
+                "learned_length",
+                "none",
+            ]
         )
     )
     spec = AttentionSpec(
@@ -101,7 +109,9 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
         input_gate=draw(st.booleans()),
         output_gate=draw(st.sampled_from(["none", "before_norm", "after_norm"])),
         norm=draw(st.sampled_from(["none", "l2", "rms", "layer"])),
-        epsilon=draw(st.sampled_from([0.0, 0.1])) if denominator in ("sum", "detached_sum") else 0.0,
+        epsilon=draw(st.sampled_from([0.0, 0.1]))
+        if denominator in ("sum", "detached_sum")
+        else 0.0,
     )
     safe = spec.sign_definite or denominator in ("clamped_sum", "length", "learned_length", "none")
     return spec if safe else dataclasses.replace(spec, floor=0.5, denominator="sum")
@@ -123,7 +133,9 @@ def test_any_spec(
     case = make_case(spec, causal=causal, mask=mask, shape=shape, seed=seed)
     if spec.feature_map == "relu" and spec.order not in (None, 0) and spec.row_sum:
         # A row whose every weight is zero has a gradient of any size beside it.
-        case = dataclasses.replace(case, spec=dataclasses.replace(spec, denominator="length", epsilon=0.0, floor=0.0))
+        case = dataclasses.replace(
+            case, spec=dataclasses.replace(spec, denominator="length", epsilon=0.0, floor=0.0)
+        )
     expected = case.run(sr.attention, form="dense")
     for form in sr.forms(case.spec):
         assert_close(case.run(sr.attention, form=form), expected, 1e-8, form)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import MASKS, Shape, assert_close, make_case
-from definition import attention_by_definition
 
 import softmax_rnn as sr
+from cases import MASKS, Shape, assert_close, make_case
+from definition import attention_by_definition
 
 SMALL = Shape(queries=5, keys=7, width=4, value_width=3)
 EXTRA = {

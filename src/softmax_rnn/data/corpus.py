@@ -81,7 +81,7 @@ def read_documents(path: Path, text_column: str) -> Iterator[str]:
         raise
     except UnicodeDecodeError as error:
         raise CorpusError(f"The corpus file {path} is not text in UTF-8: {error}.") from error
-    except (OSError, EOFError, ValueError, pyarrow.ArrowException) as error:
+    except Exception as error:  # every unpacker and parser has errors of its own
         raise CorpusError(f"Cannot read the corpus file {path}: {error}") from error
 
 

@@ -114,7 +114,8 @@ def _write(
     settings: dict[str, Any],
 ) -> dict[str, Any]:
     """Write the two streams; return their counts and hashes."""
-    dtype = np.dtype("uint16" if len(tokenizer) <= 2**16 else "uint32")
+    rows = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
+    dtype = np.dtype("uint16" if rows <= 2**16 else "uint32")
     everything = folder / "all.bin"
     with everything.open("wb") as file:
         lengths, text_hash = _tokenise(documents, tokenizer, dtype, file)
@@ -151,7 +152,7 @@ def _write(
         **counts,
         "text_sha256": text_hash,
         "dtype": dtype.name,
-        "vocab_size": len(tokenizer),
+        "vocab_size": rows,
     }
 
 

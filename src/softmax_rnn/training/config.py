@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
+from jsonargparse import ArgumentError, ArgumentParser
 
 from softmax_rnn.errors import require_choice, unknown
 from softmax_rnn.files import write_text
@@ -21,6 +22,7 @@ Precision = Literal["auto", "fp32", "bf16"]
 # Appendix D; the schedule's horizon is the one the authors' code runs with.
 _PAPER: dict[str, Any] = {
     "tokenizer": "meta-llama/Llama-2-7b-hf",
+    "initializer_range": 0.02,
     "block_size": 1024,
     "test_fraction": 0.001,
     "steps": 100_000,
@@ -62,6 +64,7 @@ class RunConfig:
         num_heads: query heads a layer.
         num_kv_heads: key/value heads a layer; all of num_heads unless given.
         vocab_size: rows of the embedding; the tokenizer's unless given.
+        initializer_range: standard deviation of the initial weights (the paper: 0.02).
         corpus: ``stdlib`` (the source text of Python's standard library), a file, folder or glob.
         text_column: key or column of the text in JSON lines and Parquet.
         tokenizer: ``bytes``, or a Hugging Face tokenizer's name or path.
@@ -100,6 +103,7 @@ class RunConfig:
     num_heads: int = 4
     num_kv_heads: int | None = None
     vocab_size: int | None = None
+    initializer_range: float = 0.05
 
     corpus: str = "stdlib"
     text_column: str = "text"
@@ -213,12 +217,21 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RunConfig:
-        """The inverse of :meth:`to_dict`; raises ``ValueError`` on an unknown key."""
+        """The inverse of :meth:`to_dict`, from any plain data.
+
+        Raises:
+            ValueError: on an unknown key or a value of the wrong type.
+        """
         names = [field.name for field in dataclasses.fields(cls)]
         for key in data:
             if key not in names:
                 raise unknown("config key", key, names)
-        return cls(**data)
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(cls)
+        try:
+            return cls(**vars(parser.parse_object(dict(data))))
+        except ArgumentError as error:
+            raise ValueError(f"Bad configuration: {error}") from error
 
     @classmethod
     def preset(cls, name: str, **fields: Any) -> RunConfig:

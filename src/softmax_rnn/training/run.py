@@ -49,6 +49,7 @@ def model_config(config: RunConfig, vocab_size: int, end_of_text: int) -> Softma
         num_attention_heads=config.num_heads,
         num_key_value_heads=config.num_kv_heads,
         max_position_embeddings=config.block_size,
+        initializer_range=config.initializer_range,
         rms_norm_eps=1e-5,
         bos_token_id=None,
         eos_token_id=end_of_text,
@@ -101,7 +102,7 @@ def train(config: RunConfig, path: Path, *, resume: bool = False) -> RunFolder:
     checkpoint = folder.checkpoints[-1] if folder.checkpoints else None
     folder.rewind(0 if checkpoint is None else int(checkpoint.name.partition("-")[2]))
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    if config.steps % config.evaluate_every:
+    if trainer.tested_at != config.steps:
         trainer.evaluate()
     if trainer.is_world_process_zero():
         _finish(trainer, folder, time.perf_counter() - started)
@@ -120,7 +121,7 @@ def _finish(trainer: SpecTrainer, folder: RunFolder, seconds: float) -> None:
             "steps": config.steps,
             "tokens": config.steps * config.tokens_per_step,
             "train_loss": float(last_tenth.loss.mean()),
-            "test_loss": float(trainer.test_losses.mean()),
+            "test_loss": float(folder.evaluations.test_loss.iloc[-1]),
             "tokens_per_second": float(metrics.tokens_per_second.median()),
             "peak_memory_bytes": peak_memory(),
             "seconds": seconds,

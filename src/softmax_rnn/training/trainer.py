@@ -22,7 +22,7 @@ from softmax_rnn.data import ShuffledBlocks, TokenBlocks
 from softmax_rnn.files import folder_aside
 from softmax_rnn.models import SoftmaxRNNForCausalLM
 from softmax_rnn.training.config import RunConfig
-from softmax_rnn.training.folder import RunFolder, append_row
+from softmax_rnn.training.folder import RunFolder, append_row, read_rows
 
 
 class NonFiniteError(ArithmeticError):
@@ -50,6 +50,7 @@ class SpecTrainer(Trainer):
         self.config, self.folder = config, folder
         self._saving_to: Path | None = None
         self.test_losses: NDArray[np.float64] | None = None
+        self.tested_at = -1
         arguments = _arguments(config, folder)
         super().__init__(
             model=model,
@@ -109,6 +110,7 @@ class SpecTrainer(Trainer):
 
     def _test_metrics(self, prediction: Any) -> dict[str, float]:
         self.test_losses = np.asarray(prediction.predictions, dtype=np.float64)
+        self.tested_at = self.state.global_step
         return {"test_loss": float(np.average(self.test_losses, weights=prediction.label_ids))}
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -143,6 +145,7 @@ def _arguments(config: RunConfig, folder: RunFolder) -> TrainingArguments:
         weight_decay=config.weight_decay,
         max_grad_norm=config.clip,
         bf16=bf16,
+        use_cpu=not gpu,
         torch_compile=config.compile,
         seed=config.seed,
         logging_strategy="steps",
@@ -201,7 +204,10 @@ class _Rows(TrainerCallback):
             append_row(self.folder.metrics_file, row)
             self.seconds, self.steps = 0.0, 0
         elif "eval_test_loss" in logs:
-            append_row(self.folder.evaluations_file, {**place, "test_loss": logs["eval_test_loss"]})
+            rows = read_rows(self.folder.evaluations_file)
+            if not rows or rows[-1]["step"] < state.global_step:  # else evaluated before a kill
+                row = {**place, "test_loss": logs["eval_test_loss"]}
+                append_row(self.folder.evaluations_file, row)
 
 
 class _Bar(TrainerCallback):

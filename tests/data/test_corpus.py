@@ -1,0 +1,85 @@
+"""Reading documents, and saying which file cannot be read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from softmax_rnn.data.corpus import CorpusError, corpus_files, read_documents
+
+DOCUMENTS = ["one\ntwo", "drei – vier", "五"]
+
+
+def json_lines() -> bytes:
+    return "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in DOCUMENTS).encode()
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    files = {
+        "a.jsonl": json_lines(),
+        "a.jsonl.gz": gzip.compress(json_lines()),
+        "a.jsonl.zst": zstandard.compress(json_lines()),
+    }
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+        assert list(read_documents(tmp_path / name, "text")) == DOCUMENTS, name
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"body": DOCUMENTS, "n": [1, 2, 3]}), tmp_path / "a.parquet")
+    assert list(read_documents(tmp_path / "a.parquet", "body")) == DOCUMENTS
+
+
+def test_text(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text(DOCUMENTS[1])
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(DOCUMENTS[2].encode()))
+    assert list(read_documents(tmp_path / "a.md", "text")) == [DOCUMENTS[1]]
+    assert list(read_documents(tmp_path / "b.txt.gz", "text")) == [DOCUMENTS[2]]
+
+
+def test_files_of_a_corpus(texts: Path) -> None:
+    assert len(corpus_files(str(texts))) == 40
+    assert corpus_files(str(texts / "0[12].txt")) == [texts / "01.txt", texts / "02.txt"]
+    assert corpus_files(str(texts / "03.txt")) == [texts / "03.txt"]
+    assert len(corpus_files("stdlib")) > 300
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.txt", b"\xff\xfe\x00", "a.txt is not text in UTF-8"),
+        ("a.jsonl", b'{"text": "x"}\n{oops\n', "a.jsonl, line 2: not JSON"),
+        ("a.jsonl", b'{"body": "x"}\n', "no text under 'text' .found: body.*--text_column"),
+        ("a.jsonl", b"[1]\n", "found: list"),
+        ("a.jsonl.gz", b"not gzip", "Cannot read the corpus file .*a.jsonl.gz"),
+        ("a.jsonl.zst", b"not zstd", "Cannot read the corpus file .*a.jsonl.zst"),
+        ("a.parquet", b"not parquet", "Cannot read the corpus file .*a.parquet"),
+    ],
+)
+def test_unreadable_files_are_named(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(CorpusError, match=message):
+        list(read_documents(tmp_path / name, "text"))
+
+
+def test_parquet_without_the_column_lists_the_others(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(CorpusError, match="no column 'text' .found: body"):
+        list(read_documents(tmp_path / "a.parquet", "text"))
+    pq.write_table(pa.table({"text": pa.array([None], pa.string())}), tmp_path / "b.parquet")
+    with pytest.raises(CorpusError, match="holds None, not text"):
+        list(read_documents(tmp_path / "b.parquet", "text"))
+
+
+def test_empty_and_missing_files_are_named(texts: Path) -> None:
+    (texts / "05.txt").write_text("")
+    with pytest.raises(CorpusError, match="05.txt is empty"):
+        corpus_files(str(texts))
+    with pytest.raises(CorpusError, match=r"No file matches the corpus .*\*.json"):
+        corpus_files(str(texts / "*.json"))

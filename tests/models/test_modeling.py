@@ -1,0 +1,150 @@
+"""The model against transformers' Llama, with and without a cache, saved and loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import softmax_rnn as sr
+from softmax_rnn.models import from_llama, initialize
+
+TINY = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def build(attention: object, **fields: object) -> sr.SoftmaxRNNForCausalLM:
+    """A tiny model with weights large enough to make attention matter."""
+    model = sr.SoftmaxRNNForCausalLM(sr.SoftmaxRNNConfig(attention=attention, **{**TINY, **fields}))
+    initialize(model, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+    return model.eval()
+
+
+@pytest.fixture
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**TINY, initializer_range=0.2)).eval()
+
+
+@pytest.fixture
+def batch() -> dict[str, torch.Tensor]:
+    """Two prompts, the second one left-padded."""
+    ids = torch.randint(0, 61, (2, 23), generator=torch.Generator().manual_seed(0))
+    shown = torch.ones_like(ids)
+    shown[1, :9] = 0
+    return {"input_ids": ids, "attention_mask": shown}
+
+
+def test_softmax_is_llama(llama: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> None:
+    ours = from_llama(llama).eval()
+    shown = batch["attention_mask"].bool()
+    difference = (ours(**batch).logits - llama(**batch).logits)[shown]
+    assert difference.abs().max() <= 1e-5
+    ids = {"input_ids": batch["input_ids"]}
+    assert (ours(**ids).logits - llama(**ids).logits).abs().max() <= 1e-5
+    assert torch.equal(ours.generate(**batch, **GREEDY), llama.generate(**batch, **GREEDY))
+
+
+def test_softmax_trains_as_llama(llama: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> None:
+    ours = from_llama(llama)
+    ids = batch["input_ids"]
+    for model in (ours, llama):
+        model(input_ids=ids, labels=ids).loss.backward()
+    theirs = dict(llama.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[name].grad, msg=name)
+
+
+def test_from_llama_keeps_the_variants_own_parameters_fresh(llama: LlamaForCausalLM) -> None:
+    ours = from_llama(llama, "layer_both_gates")
+    assert torch.equal(ours.model.layers[0].self_attn.norm_weight, torch.ones(8))
+    assert torch.equal(ours.lm_head.weight, llama.lm_head.weight)
+
+
+@pytest.mark.parametrize("name", sr.variants())
+def test_cached_generation_is_uncached(name: str, batch: dict[str, torch.Tensor]) -> None:
+    model = build(name)
+    expected = model.generate(**batch, **GREEDY, use_cache=False)
+    assert len(expected[:, 23:].unique()) > 1
+    for cache in ("dynamic", "static"):
+        found = model.generate(**batch, **GREEDY, cache_implementation=cache)
+        assert torch.equal(found, expected), cache
+    # Left padding changes nothing: the second prompt alone goes on the same way.
+    alone = {key: x[1:, 9:] for key, x in batch.items()}
+    assert torch.equal(model.generate(**alone, **GREEDY)[0], expected[1, 9:])
+
+
+@pytest.mark.parametrize("name", ["softmax", "gate", "both_gates", "linear_cosine"])
+def test_chunks_against_a_cache(name: str) -> None:
+    """Several tokens at once after others: queries aligned to the last keys."""
+    model = build(name)
+    ids = torch.randint(0, 61, (1, 20))
+    whole = model(input_ids=ids).logits
+    cache, parts = None, []
+    for part in ids.split([7, 1, 12], dim=1):
+        out = model(input_ids=part, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        parts.append(out.logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["norm", "layer_both_gates", "linear_cosine", "taylor:3"])
+def test_saved_and_loaded(name: str, tmp_path: Path, batch: dict[str, torch.Tensor]) -> None:
+    model = build(name)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
+    assert isinstance(loaded, sr.SoftmaxRNNForCausalLM)
+    assert loaded.config.attention == sr.variant(name).to_dict()
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+    assert AutoConfig.from_pretrained(tmp_path).spec == sr.variant(name)
+
+
+def test_config_takes_a_name_a_spec_and_a_dict() -> None:
+    spec = sr.variant("taylor:3")
+    for attention in ("taylor:3", spec, spec.to_dict(), {"series": "taylor", "order": 3}):
+        assert sr.SoftmaxRNNConfig(attention=attention, **TINY).attention == spec.to_dict()
+
+
+def test_config_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'norm'"):
+        sr.SoftmaxRNNConfig(attention="nrom")
+    with pytest.raises(ValueError, match="Did you mean 'norm'"):
+        sr.SoftmaxRNNConfig(attention={"nrm": "l2"})
+    with pytest.raises(ValueError, match="Unknown model size 'tiny'.*Allowed: demo"):
+        sr.SoftmaxRNNConfig.of_size("tiny")
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"), [("demo", 0.7), ("small", 275), ("large", 2080), ("deep", 695)]
+)
+def test_sizes_are_the_papers(size: str, millions: float) -> None:
+    vocab = {"vocab_size": 257} if size == "demo" else {}
+    with torch.device("meta"):
+        model = sr.SoftmaxRNNForCausalLM(sr.SoftmaxRNNConfig.of_size(size, **vocab))
+    assert model.num_parameters() / 1e6 == pytest.approx(millions, rel=0.04)
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    ids = torch.randint(0, 61, (2, 17))
+    grads = []
+    for checkpointing in (False, True):
+        model = build("gate").train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        grads.append([parameter.grad for parameter in model.parameters()])
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)

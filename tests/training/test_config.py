@@ -1,0 +1,69 @@
+"""A run's configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from softmax_rnn.training import PRESETS, RunConfig
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_round_trip(name: str, tmp_path: Path) -> None:
+    config = RunConfig.preset(name, attention="taylor:3", seed=7)
+    config.save(tmp_path / "config.yaml")
+    assert RunConfig.load(tmp_path / "config.yaml") == config
+
+
+def test_the_papers_settings() -> None:
+    config = RunConfig.preset("small")
+    assert config.tokens_per_step == 36 * 1024
+    assert (config.steps, config.warmup, config.learning_rate) == (100_000, 10_000, 1e-4)
+    # The authors' schedule runs to a million steps: at the end it stands at 91% of its peak.
+    assert config.learning_rate_factor(100_000) == pytest.approx(0.909, abs=1e-3)
+
+
+def test_schedule() -> None:
+    config = RunConfig(steps=100, warmup_steps=9)
+    factors = [config.learning_rate_factor(step) for step in range(100)]
+    assert min(factors) > 0
+    assert factors[:10] == pytest.approx([i / 10 for i in range(1, 11)])
+    assert factors[9:] == pytest.approx([(100 - i) / 91 for i in range(9, 100)])
+
+
+def test_clipping_is_the_papers_unless_given() -> None:
+    assert RunConfig(attention="gate", gradient_clip=None).clip == 1.0
+    assert RunConfig(attention="input_gate", gradient_clip=None).clip == 1.0
+    assert RunConfig(attention="norm", gradient_clip=None).clip == 0.0
+    assert RunConfig(attention="gate", gradient_clip=0.0).clip == 0.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention": "norn"}, "Did you mean 'norm'"),
+        ({"attention": {"nrm": "l2"}}, "Did you mean 'norm'"),
+        ({"stepz": 3}, "Unknown config key 'stepz'. Did you mean 'steps'"),
+        ({"steps": 0}, "steps must be at least 1, not 0"),
+        ({"steps": "many"}, "Got value: many"),
+        ({"num_heads": 3}, "num_heads=3 must divide hidden_size=128"),
+        ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
+        ({"batch_size": 8, "accumulation": 3}, "accumulation=3 must divide batch_size=8"),
+        ({"log_every": 10, "save_every": 15}, "save_every=15 must be a multiple of log_every=10"),
+        ({"warmup_steps": 900, "steps": 800}, "warmup_steps=900 must lie in"),
+        ({"precision": "fp8"}, "Got value: fp8"),
+    ],
+)
+def test_mistakes_are_named(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("'", ".")):
+        RunConfig.from_dict(fields)
+
+
+def test_files_that_are_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Unknown preset 'dmo'. Did you mean 'demo'"):
+        RunConfig.preset("dmo")
+    for text in ("- a list", "steps: [1", "plain"):
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(ValueError, match=r"config\.yaml"):
+            RunConfig.load(tmp_path / "config.yaml")

@@ -1,0 +1,223 @@
+"""One run: what it leaves, that it repeats itself, that it survives."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import softmax_rnn.training.trainer as trainer_module
+from softmax_rnn.data import TokenBlocks, load_tokenizer, prepare
+from softmax_rnn.training import train
+from softmax_rnn.training.folder import RunFolder
+from softmax_rnn.training.trainer import NonFiniteError
+from tiny import tiny
+
+TIMED = "tokens_per_second"
+
+
+def rows(folder: RunFolder) -> list[dict[str, Any]]:
+    """All logged rows without their timing."""
+    both = [*folder.metrics.to_dict("records"), *folder.evaluations.to_dict("records")]
+    return [{key: value for key, value in row.items() if key != TIMED} for row in both]
+
+
+def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder.checkpoints[-1]).state_dict()
+
+
+def assert_same_run(a: RunFolder, b: RunFolder) -> None:
+    assert rows(a) == rows(b)
+    assert np.array_equal(a.test_losses, b.test_losses)
+    for key, value in weights(a).items():
+        assert torch.equal(value, weights(b)[key]), key
+
+
+def test_a_run_leaves_what_it_says(texts: Path, tmp_path: Path) -> None:
+    config = tiny(texts, attention="gate", steps=13, tensorboard=True)
+    folder = train(config, tmp_path / "run")
+    assert folder.config == config
+    assert list(folder.metrics.step) == [2, 4, 6, 8, 10, 12]
+    assert list(folder.metrics.tokens) == [step * 128 for step in folder.metrics.step]
+    assert set(folder.metrics) == {
+        "step",
+        "tokens",
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "tokens_per_second",
+    }
+    assert list(folder.evaluations.step) == [6, 12, 13]
+    assert [path.name for path in folder.checkpoints] == ["checkpoint-12", "checkpoint-13"]
+    assert folder.summary["tokens"] == 13 * 128
+    assert folder.environment["corpus"]["train"]["sha256"]
+    assert list((tmp_path / "run").rglob("events.out.tfevents*"))
+    assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
+    # Losses fall, and the tokenizer lies beside the weights.
+    assert folder.metrics.loss.iloc[-1] < folder.metrics.loss.iloc[0]
+    assert AutoTokenizer.from_pretrained(folder.checkpoints[-1]).eos_token_id == 256
+
+
+def test_the_test_loss_is_the_mean_over_all_predicted_tokens(texts: Path, tmp_path: Path) -> None:
+    """13 blocks in batches of 4: a mean of batch means would be another number."""
+    config = tiny(texts)
+    folder = train(config, tmp_path / "run")
+    corpus = prepare(str(texts), load_tokenizer("bytes"), test_fraction=config.test_fraction)
+    blocks = TokenBlocks(corpus, "test", config.block_size)
+    assert len(blocks) % config.batch_size
+    model = AutoModelForCausalLM.from_pretrained(folder.checkpoints[-1]).eval()
+    expected = []
+    with torch.no_grad():
+        for block in blocks:  # type: ignore[attr-defined]
+            ids = block["input_ids"]
+            logits = model(ids[None]).logits[0, :-1]
+            expected.append(F.cross_entropy(logits, ids[1:]).item())
+    np.testing.assert_allclose(folder.test_losses, expected, rtol=1e-5)
+    assert folder.summary["test_loss"] == pytest.approx(np.mean(expected), rel=1e-5)
+    assert folder.evaluations.test_loss.iloc[-1] == folder.summary["test_loss"]
+
+
+def test_the_same_twice(texts: Path, tmp_path: Path) -> None:
+    config = tiny(texts, attention="norm")
+    assert_same_run(train(config, tmp_path / "a"), train(config, tmp_path / "b"))
+
+
+def test_accumulation_changes_only_rounding(texts: Path, tmp_path: Path) -> None:
+    whole = train(tiny(texts), tmp_path / "whole")
+    parts = train(tiny(texts, accumulation=4), tmp_path / "parts")
+    np.testing.assert_allclose(parts.metrics.loss, whole.metrics.loss, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options", [{"gradient_checkpointing": True}, {"precision": "bf16"}, {"num_kv_heads": 1}]
+)
+def test_options_train(texts: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    folder = train(tiny(texts, **options), tmp_path / "run")
+    assert folder.metrics.loss.iloc[-1] < folder.metrics.loss.iloc[0]
+
+
+def test_a_finished_run_is_not_run_again(texts: Path, tmp_path: Path) -> None:
+    config = tiny(texts, steps=4, save_every=4)
+    folder = train(config, tmp_path / "run")
+    before = folder.metrics_file.stat().st_mtime_ns
+    assert train(config, tmp_path / "run").summary == folder.summary
+    assert folder.metrics_file.stat().st_mtime_ns == before
+
+
+def test_another_configuration_is_refused(texts: Path, tmp_path: Path) -> None:
+    train(tiny(texts, steps=4, save_every=4), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"attention: 'softmax' there, 'norm' now; seed: 0 there"):
+        train(tiny(texts, steps=4, save_every=4, attention="norm", seed=1), tmp_path / "run")
+
+
+def test_an_unfinished_run_wants_resume(texts: Path, tmp_path: Path) -> None:
+    config = tiny(texts)
+    folder = train(config, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    with pytest.raises(ValueError, match="unfinished run: add --resume"):
+        train(config, tmp_path / "run")
+    assert train(config, tmp_path / "run", resume=True).summary["steps"] == folder.config.steps
+
+
+@pytest.mark.parametrize("kept", [4, 8])
+def test_resumed_from_any_checkpoint_is_undisturbed(texts: Path, tmp_path: Path, kept: int) -> None:
+    config = tiny(texts, attention="gate", keep_checkpoints=9)
+    expected = train(config, tmp_path / "undisturbed")
+    shutil.copytree(tmp_path / "undisturbed", tmp_path / "cut")
+    cut = RunFolder(tmp_path / "cut")
+    (cut.path / "summary.json").unlink()
+    for path in cut.checkpoints:
+        if int(path.name.split("-")[1]) > kept:
+            shutil.rmtree(path)
+    with cut.metrics_file.open("a") as file:
+        file.write('{"step": 99, "to')  # what a kill leaves
+    assert_same_run(train(config, cut.path, resume=True), expected)
+
+
+def test_killed_and_resumed_is_undisturbed(texts: Path, tmp_path: Path) -> None:
+    config = tiny(texts, attention="norm", steps=60, save_every=6, evaluate_every=30)
+    expected = train(config, tmp_path / "undisturbed")
+    config.save(tmp_path / "config.yaml")
+    folder = RunFolder(tmp_path / "killed")
+    command = [sys.executable, "-m", "softmax_rnn", "train", "--resume"]
+    command += ["--config", str(tmp_path / "config.yaml"), "--out", str(folder.path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    kill_at = 6 * (1 + time.time_ns() % 8) + 1
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    while process.poll() is None and (folder.metrics.empty or folder.metrics.step.max() < kill_at):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not folder.finished
+    subprocess.run(command, env=environment, stderr=subprocess.DEVNULL, check=True)
+    assert_same_run(folder, expected)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_non_finite_step_stops_before_the_update(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """At step 7 the loss, or only its gradient, becomes infinite."""
+    config = tiny(texts)
+    original = trainer_module.Trainer.training_step
+
+    def step(self: Any, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = original(self, model, *args, **kwargs)
+        if self.state.global_step == 6:
+            if where == "loss":
+                return loss * float("inf")
+            next(model.parameters()).grad[0] = float("nan")
+        return loss
+
+    monkeypatch.setattr(trainer_module.Trainer, "training_step", step)
+    with pytest.raises(NonFiniteError, match=r"of step 7 is (inf|nan).*checkpoint-4"):
+        train(config, tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    assert [path.name for path in folder.checkpoints] == ["checkpoint-4"]
+    assert not folder.finished
+    monkeypatch.undo()
+    assert_same_run(train(config, folder.path, resume=True), train(config, tmp_path / "well"))
+
+
+def test_a_checkpoint_that_fails_half_way_does_not_count(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(texts)
+    original = trainer_module.SpecTrainer._save_rng_state
+
+    def full_disk(self: Any, path: str) -> None:
+        if self.state.global_step == 8:
+            raise OSError(28, "No space left on device")
+        original(self, path)
+
+    monkeypatch.setattr(trainer_module.SpecTrainer, "_save_rng_state", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        train(config, tmp_path / "run")
+    left = sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir())
+    assert left == ["checkpoint-4"]
+    monkeypatch.undo()
+    assert train(config, tmp_path / "run", resume=True).finished
+
+
+def test_a_vocabulary_too_small_is_named(texts: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has 257 ids, more than vocab_size=200"):
+        train(tiny(texts, vocab_size=200), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_larger_vocabulary_is_kept(texts: Path, tmp_path: Path) -> None:
+    folder = train(tiny(texts, vocab_size=300, steps=4), tmp_path / "run")
+    config = json.loads((folder.checkpoints[-1] / "config.json").read_text())
+    assert config["vocab_size"] == 300
