@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
+from rich.measure import Measurement
 
 from softmax_rnn.experiments import compare_configs, run_all
 from softmax_rnn.experiments.compare import RunsFailedError
@@ -163,7 +164,11 @@ def _report(parsed: Namespace) -> int:
 
 def _show(runs: list[Any], root: Path) -> None:
     table, paths = report(runs, root)
-    console.print(rich_table(table))
+    shown = rich_table(table)
+    # On a narrow terminal a line that wraps is better than a number cut off.
+    wide = Console(width=1000)
+    wide.width = max(console.width, Measurement.get(wide, wide.options, shown).maximum)
+    wide.print(shown)
     for path in paths:
         console.print(f"  {path}", highlight=False)
 

@@ -17,13 +17,13 @@ import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     TaskID,
+    TaskProgressColumn,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder
@@ -131,13 +131,11 @@ def _launch(run: PlannedRun, root: Path, threads: int, device: int | None) -> in
 
 def _progress(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=12),
+        TaskProgressColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[news]}"),
+        TextColumn("{task.fields[news]}", table_column=Column(no_wrap=True)),
         console=console,
         speed_estimate_period=60,
     )

@@ -44,8 +44,9 @@ def fused(
         # The kernels take either their own triangle, aligned to the first keys, or a mask.
         mask, causal = visible(queries, keys, True, mask, q.device), False
     # The kernels want keys and values of one width; zeros change no score and no used value.
-    padded = max(q.shape[-1], width)
-    q, k, v = (F.pad(x, (0, padded - x.shape[-1])) for x in (q, k, v))
+    if q.shape[-1] != width:
+        padded = max(q.shape[-1], width)
+        q, k, v = (F.pad(x, (0, padded - x.shape[-1])) for x in (q, k, v))
     if mask is not None:
         mask = mask.expand(*mask.shape[:-2], queries, keys)
     if spec.up_to_row_scale:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from softmax_rnn.report.table import by_variant
 from softmax_rnn.training.folder import RunFolder
 
-_SMOOTHED_TO = 60  # points a training curve is averaged down to, at most
+_SMOOTHED_TO = 40  # points a training curve is averaged down to, at most
 
 
 @dataclass(frozen=True)

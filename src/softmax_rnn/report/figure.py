@@ -24,12 +24,12 @@ def draw(runs: Sequence[RunFolder], folder: Path) -> list[Path]:
     """Write ``figure.png`` and ``figure.svg``; return their paths."""
     with mpl.rc_context({"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "softmax-rnn"}):
         figure = Figure(figsize=(9.0, 3.8), layout="constrained")
-        axes = figure.subplots(1, 2, sharey=True)
+        axes = figure.subplots(1, 2, sharex=True, sharey=True)
         drawn = {split: curves(runs, split) for split in TITLES}
         for ax, (split, lines) in zip(axes, drawn.items(), strict=True):
             _panel(ax, lines, TITLES[split])
         axes[0].set_ylabel("cross-entropy, nats per token (log scale)")
-        axes[0].set_ylim(*_limits([line for lines in drawn.values() for line in lines]))
+        axes[0].set_ylim(*log_limits([line for lines in drawn.values() for line in lines]))
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper", title="final test loss")
         paths = [folder / "figure.png", folder / "figure.svg"]
@@ -67,7 +67,7 @@ def _panel(ax: Axes, lines: list[Curve], title: str) -> None:
         ax.spines[side].set_visible(False)
 
 
-def _limits(lines: list[Curve]) -> tuple[float, float]:
-    """Limits that hold every line after its steep start."""
+def log_limits(lines: list[Curve]) -> tuple[float, float]:
+    """Limits of the loss axis: they hold every line after its steep start."""
     shown = np.concatenate([line.mean[line.tokens >= _START * line.tokens[-1]] for line in lines])
     return 0.97 * float(shown.min()), 1.03 * float(shown.max())

@@ -7,16 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from rich import box
 from rich.table import Table
 
 from softmax_rnn.report.statistics import paired_difference
 from softmax_rnn.training.folder import RunFolder
+from softmax_rnn.variants import variants
 
 REFERENCE = "softmax"
 
 
 def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
-    """One row a variant, in the order of the runs; losses are means over its seeds.
+    """One row a variant; losses are means over its seeds.
 
     Columns: variant, seeds, parameters, train_loss (mean of the last tenth of the run), test_loss
     (after the last step, on the whole test split), difference, low, high (to softmax, paired by
@@ -49,7 +51,7 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
 
 
 def by_variant(runs: Sequence[RunFolder]) -> dict[str, dict[int, RunFolder]]:
-    """The runs by the name of their attention, then by seed."""
+    """The runs by the name of their attention, in the order of the paper's table, then by seed."""
     grouped: dict[str, dict[int, RunFolder]] = {}
     for run in runs:
         seeds = grouped.setdefault(label(run), {})
@@ -59,7 +61,9 @@ def by_variant(runs: Sequence[RunFolder]) -> dict[str, dict[int, RunFolder]]:
                 "report on one of them."
             )
         seeds[run.config.seed] = run
-    return grouped
+    rank = {name: place for place, name in enumerate(variants())}
+    names = sorted(grouped, key=lambda name: (rank.get(name.partition(":")[0], len(rank)), name))
+    return {name: grouped[name] for name in names}
 
 
 def label(run: RunFolder) -> str:
@@ -111,7 +115,7 @@ def _interval(difference: float, low: float, high: float) -> str:
 def rich_table(table: pd.DataFrame) -> Table:
     """For the terminal."""
     header, *rows = cells(table)
-    shown = Table()
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(header):
         shown.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:

@@ -30,6 +30,7 @@ _PAPER: dict[str, Any] = {
     "warmup_steps": 10_000,
     "batch_size": 36,
     "learning_rate": 1e-4,
+    "gradient_clip": None,
     "evaluate_every": 10_000,
     "save_every": 1_000,
 }
@@ -73,7 +74,7 @@ class RunConfig:
         split_seed: draws the documents held out.
         steps: optimizer steps of the run.
         schedule_steps: where the linear decay would reach zero; ``steps`` unless given.
-        warmup_steps: steps of the linear warm-up; a sixteenth of the schedule unless given.
+        warmup_steps: steps of the linear warm-up; a sixth of the schedule unless given.
         batch_size: blocks a step, over all devices and accumulated micro-batches.
         accumulation: micro-batches a step.
         learning_rate: its peak.
@@ -81,7 +82,7 @@ class RunConfig:
         beta2: AdamW's second moment.
         epsilon: AdamW's epsilon.
         weight_decay: AdamW's, on weight matrices.
-        gradient_clip: largest gradient norm; 0 for none. Unless given, as in the paper: 1 for
+        gradient_clip: largest gradient norm; 0 for none, null for the paper's rule: 1 for
             variants with a gate, none for the others.
         precision: ``bf16`` autocast, ``fp32``, or ``auto``: bf16 on a GPU, fp32 elsewhere.
         gradient_checkpointing: recompute activations in the backward pass.
@@ -112,23 +113,23 @@ class RunConfig:
     test_fraction: float = 0.02
     split_seed: int = 123
 
-    steps: int = 800
+    steps: int = 1200
     schedule_steps: int | None = None
     warmup_steps: int | None = None
-    batch_size: int = 8
+    batch_size: int = 4
     accumulation: int = 1
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-7
     weight_decay: float = 0.01
-    gradient_clip: float | None = None
+    gradient_clip: float | None = 1.0
     precision: Precision = "auto"
     gradient_checkpointing: bool = False
     compile: bool = False
 
     log_every: int = 10
-    evaluate_every: int = 200
+    evaluate_every: int = 400
     save_every: int = 100
     keep_checkpoints: int = 2
     tensorboard: bool = False
@@ -191,7 +192,7 @@ class RunConfig:
     @property
     def warmup(self) -> int:
         """Steps of the linear warm-up."""
-        return self.horizon // 16 if self.warmup_steps is None else self.warmup_steps
+        return self.horizon // 6 if self.warmup_steps is None else self.warmup_steps
 
     @property
     def clip(self) -> float:

@@ -168,7 +168,7 @@ def _arguments(config: RunConfig, folder: RunFolder) -> TrainingArguments:
             f"{config.accumulation} times the {arguments.world_size} processes."
         )
     arguments.per_device_train_batch_size = share
-    arguments.per_device_eval_batch_size = share
+    arguments.per_device_eval_batch_size = 2 * share  # no gradients to hold
     return arguments
 
 

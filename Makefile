@@ -1,0 +1,48 @@
+# Every target sets up what it needs: a virtual environment of its own in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Training runs share the cores out themselves.
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test lint format bench bench-gpu constraints clean
+
+demo: $(VENV)/.run  ## train six variants side by side and report (10 minutes on 2 cores)
+	$(BIN)/softmax-rnn compare softmax norm gate linear_elu linear_relu linear_cosine --preset demo --out runs/demo
+
+test: $(VENV)/.dev  ## the test suite
+	$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.dev  ## style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev  ## mend style and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.dev  ## speed and memory of the attention op on the CPU
+	$(BIN)/python -m benchmarks.op
+
+bench-gpu: $(VENV)/.dev  ## the same on a GPU
+	$(BIN)/python -m benchmarks.op --device cuda
+
+constraints: $(VENV)/.dev  ## write down the versions installed now
+	$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "softmax-rnn needs Python 3.11 or newer; name one with make PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/.run
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

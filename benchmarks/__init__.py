@@ -1,0 +1,1 @@
+"""Speed and memory, measured; never asserted in the test suite."""
