@@ -113,7 +113,7 @@ class RunConfig:
     test_fraction: float = 0.02
     split_seed: int = 123
 
-    steps: int = 1200
+    steps: int = 1000
     schedule_steps: int | None = None
     warmup_steps: int | None = None
     batch_size: int = 4
@@ -129,7 +129,7 @@ class RunConfig:
     compile: bool = False
 
     log_every: int = 10
-    evaluate_every: int = 400
+    evaluate_every: int = 250
     save_every: int = 100
     keep_checkpoints: int = 2
     tensorboard: bool = False
