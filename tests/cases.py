@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import softmax_rnn as sr
+from softmax_rnn.dispatch import FORMS
 
 MASKS = ("none", "padding", "full")
 
@@ -49,6 +50,13 @@ class Case:
             out, list(inputs.values()), self.upstream.to(dtype), materialize_grads=True
         )
         return {"out": out.detach(), **dict(zip(inputs, grads, strict=True))}
+
+    @property
+    def forms(self) -> list[str]:
+        """The forms that can compute it: those with a state take masks of keys alone."""
+        mask = self.mask
+        keys_alone = mask is None or all(size == 1 for size in mask.shape[-3:-1])
+        return [name for name in sr.forms(self.spec) if keys_alone or not FORMS[name].stateful]
 
 
 def make_case(

@@ -3,54 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softmax_rnn.errors import unknown
-from softmax_rnn.forms.blocked import blocked
-from softmax_rnn.forms.dense import dense
-from softmax_rnn.forms.fused import fused
-from softmax_rnn.forms.fused import supports as fused_supports
-from softmax_rnn.forms.row_sums import RowSums, compute_dtype, visible_count
+from softmax_rnn.checks import check_extra, check_tensors, checked_mask
+from softmax_rnn.dispatch import choose
+from softmax_rnn.forms.row_sums import compute_dtype, visible_count
 from softmax_rnn.spec import AttentionSpec
+from softmax_rnn.state import State, check_finite, check_state, next_state
 from softmax_rnn.variants import resolve
 
 NORM_EPS = 1e-5  # of the RMS and layer norms; the L2 norm leaves a zero vector as it is
 # A row sum that can cross zero is kept at least this far from it.
 SUM_GUARD = 1e-6
 
-
-class Compute(Protocol):
-    """The signature every form shares; see :func:`softmax_rnn.forms.dense.dense`."""
-
-    def __call__(  # noqa: D102
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        *,
-        causal: bool,
-        mask: Tensor | None,
-    ) -> RowSums: ...
-
-
-class Form(NamedTuple):
-    """A way of computing: the function, and what it can do on a type of device."""
-
-    compute: Compute
-    supports: Callable[[AttentionSpec, str], bool]
-
-
-# In the order of preference of form="auto".
-FORMS: dict[str, Form] = {
-    "fused": Form(fused, fused_supports),
-    "blocked": Form(blocked, lambda spec, device: True),
-    "dense": Form(dense, lambda spec, device: True),
-}
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
@@ -60,10 +29,44 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def forms(spec: AttentionSpec | str, device: torch.device | str = "cpu") -> tuple[str, ...]:
-    """The names of the forms that can compute ``spec`` on ``device``, the preferred one first."""
-    spec, kind = resolve(spec), torch.device(device).type
-    return tuple(name for name, form in FORMS.items() if form.supports(spec, kind))
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec | str,
+    *,
+    causal: bool = ...,
+    mask: Tensor | None = ...,
+    input_gate: Tensor | None = ...,
+    output_gate: Tensor | None = ...,
+    length_power: Tensor | None = ...,
+    norm_weight: Tensor | None = ...,
+    norm_bias: Tensor | None = ...,
+    form: str = ...,
+    state: State | None = ...,
+    return_state: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec | str,
+    *,
+    causal: bool = ...,
+    mask: Tensor | None = ...,
+    input_gate: Tensor | None = ...,
+    output_gate: Tensor | None = ...,
+    length_power: Tensor | None = ...,
+    norm_weight: Tensor | None = ...,
+    norm_bias: Tensor | None = ...,
+    form: str = ...,
+    state: State | None = ...,
+    return_state: Literal[True],
+) -> tuple[Tensor, State]: ...
 
 
 def attention(
@@ -80,7 +83,9 @@ def attention(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     form: str = "auto",
-) -> Tensor:
+    state: State | None = None,
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, State]:
     """Attention as ``spec`` says: ``o_t = norm(g_out[t] * N_t / D_t)``, ``N_t = sum w(s) g_in v``.
 
     Args:
@@ -98,44 +103,69 @@ def attention(
         norm_weight: [E], scale of the ``rms`` and ``layer`` norms; ones if not given.
         norm_bias: [E], shift of the ``layer`` norm; zeros if not given.
         form: ``auto``, or one of :func:`forms` (the same result to rounding).
+        state: what a finite series has seen before these keys (section 3.1); the queries see it
+            too. Gradients pass through it. With a state, ``mask`` is one of keys: [B, 1, 1, S].
+        return_state: whether to return the state after these keys as well.
 
     Returns:
-        The output, [B, H, T, E], in the dtype of ``q``. Sums accumulate in float32 for half types.
+        The output, [B, H, T, E], in the dtype of ``q``; with ``return_state`` that and a
+        :class:`State`. Sums and states accumulate in float32 for half types.
 
     Raises:
-        ValueError: shapes, dtypes, devices, gates or form that do not fit, naming what would.
+        ValueError: shapes, dtypes, devices, gates, form or state that do not fit, naming what
+            would.
         OverflowError: an un-normalised exponential beyond the range of the dtype.
+        MemoryError: a state too large, with its bytes and the largest order that fits.
+        FloatingPointError: a state that is not finite any more, with the index of the token.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 4, 128, 32).unbind(0)
         >>> attention(q, k, v, "norm").shape
         torch.Size([1, 4, 128, 32])
+        >>> first, state = attention(q, k, v, "taylor:2", return_state=True)
+        >>> next, state = attention(q, k, v, "taylor:2", state=state, return_state=True)
+        >>> state.tokens
+        256
     """
     spec = resolve(spec)
-    _check_tensors(q, k, v, causal)
-    mask = _checked_mask(mask, q, k)
+    check_tensors(q, k, v, causal)
+    mask = checked_mask(mask, q, k)
     batch, heads, queries, _ = q.shape
     kv_heads, keys, width = v.shape[1:]
-    _check_extra("input_gate", input_gate, spec.input_gate, (batch, kv_heads, keys), q)
-    _check_extra("output_gate", output_gate, spec.output_gate != "none", (batch, heads, queries), q)
-    _check_extra("length_power", length_power, spec.denominator == "learned_length", (heads,), q)
-    _check_extra("norm_weight", norm_weight, spec.norm in ("rms", "layer"), (width,), q, False)
-    _check_extra("norm_bias", norm_bias, spec.norm == "layer", (width,), q, False)
-    compute = _choose_form(form, spec, q.device)
+    check_extra("input_gate", input_gate, spec.input_gate, (batch, kv_heads, keys), q)
+    check_extra("output_gate", output_gate, spec.output_gate != "none", (batch, heads, queries), q)
+    check_extra("length_power", length_power, spec.denominator == "learned_length", (heads,), q)
+    check_extra("norm_weight", norm_weight, spec.norm in ("rms", "layer"), (width,), q, False)
+    check_extra("norm_bias", norm_bias, spec.norm == "layer", (width,), q, False)
+    if state is not None:
+        check_state(state, spec, k, v)
 
-    dtype = compute_dtype(q.dtype)
+    dtype, stateful = compute_dtype(q.dtype), state is not None or return_state
     with torch.autocast(q.device.type, enabled=False):
         feature_map = FEATURE_MAPS[spec.feature_map]
         if input_gate is not None:
             v = v * input_gate.unsqueeze(-1).to(v.dtype)
-        sums = compute(feature_map(q), feature_map(k), v, spec, causal=causal, mask=mask)
+        q_features, k_features = feature_map(q), feature_map(k)
+        way = choose(
+            form, spec, q_features, k_features, v, causal=causal, mask=mask, stateful=stateful
+        )
+        with_state: dict[str, Any] = {}
+        if way.stateful:
+            before = None if state is None else state.sums
+            with_state = {"state": before, "keep_state": return_state}
+        sums = way.compute(q_features, k_features, v, spec, causal=causal, mask=mask, **with_state)
+        if stateful:
+            check_finite(sums, state, k, v)
         out, log_scale = sums.numerator.to(dtype), sums.log_scale
         if spec.row_sum is not None:
             if sums.weight_sum is not None:  # else the form has divided already
                 out = out / _row_sum(sums.weight_sum, log_scale, spec).unsqueeze(-1)
             log_scale = None
         elif spec.denominator != "none":
-            length = visible_count(queries, keys, causal, mask, q.device).clamp(min=1).to(dtype)
+            length = visible_count(queries, keys, causal, mask, q.device)
+            if state is not None:
+                length = length + state.visible[:, None, None]
+            length = length.clamp(min=1).to(dtype)
             if length_power is not None:
                 length = length ** length_power.to(dtype).unsqueeze(-1)
             out = out / length.unsqueeze(-1)
@@ -145,7 +175,11 @@ def attention(
         out = _norm(out, log_scale, spec, norm_weight, norm_bias)
         if gate is not None and spec.output_gate == "after_norm":
             out = out * gate
-        return out.to(q.dtype)
+        out = out.to(q.dtype)
+        if not return_state:
+            return out
+        assert sums.state is not None
+        return out, next_state(spec, state, sums.state, mask, keys)
 
 
 def _row_sum(weight_sum: Tensor, log_scale: Tensor | None, spec: AttentionSpec) -> Tensor:
@@ -203,89 +237,3 @@ def _exp_or_raise(log_scale: Tensor) -> Tensor:
             "Give the spec a norm, a row-sum denominator, or a clamp (the paper's is 5)."
         )
     return scale
-
-
-def _choose_form(form: str, spec: AttentionSpec, device: torch.device) -> Compute:
-    if form == "auto":
-        return FORMS[forms(spec, device)[0]].compute
-    if form not in FORMS:
-        raise unknown("form", form, ["auto", *FORMS])
-    able = forms(spec, device)
-    if form not in able:
-        raise ValueError(
-            f"form={form!r} cannot compute this spec on {device.type}; "
-            f"those that can: {', '.join(able)}. The spec: {spec}."
-        )
-    return FORMS[form].compute
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} must be [batch, heads, length, width], not {_shape(x)}.")
-        if not x.is_floating_point():
-            raise ValueError(f"{name} must be of a floating-point dtype, not {x.dtype}.")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"q, k and v must share dtype and device; q has {q.dtype} on {q.device}, "
-                f"{name} has {x.dtype} on {x.device}."
-            )
-        if x.shape[0] != q.shape[0]:
-            raise ValueError(f"{name} has batch {x.shape[0]}, q has {q.shape[0]}.")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q has width {q.shape[3]}, k has {k.shape[3]}: they must be equal.")
-    if k.shape[1:3] != v.shape[1:3]:
-        raise ValueError(
-            f"k and v must share heads and length; k is {_shape(k)}, v is {_shape(v)}."
-        )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"The {k.shape[1]} key/value heads must divide the {q.shape[1]} query heads."
-        )
-    if causal and q.shape[2] > k.shape[2]:
-        raise ValueError(
-            f"causal=True aligns the queries to the last keys, but there are {q.shape[2]} queries "
-            f"and only {k.shape[2]} keys; use causal=False with a mask."
-        )
-
-
-def _checked_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The mask with four dimensions, each either 1 or that of [B, H, T, S]."""
-    if mask is None:
-        return None
-    full = (*q.shape[:3], k.shape[2])
-    if mask.dtype != torch.bool:
-        raise ValueError(f"mask must be boolean (True = visible), not {mask.dtype}.")
-    if mask.device != q.device:
-        raise ValueError(f"mask is on {mask.device}, q on {q.device}.")
-    if mask.ndim > 4 or any(
-        have not in (1, want)
-        for have, want in zip(reversed(mask.shape), reversed(full), strict=False)
-    ):
-        raise ValueError(f"mask {_shape(mask)} cannot be broadcast to [B, H, T, S] = {list(full)}.")
-    return mask[(None,) * (4 - mask.ndim)]
-
-
-def _check_extra(
-    name: str,
-    value: Tensor | None,
-    used: bool,
-    shape: tuple[int, ...],
-    q: Tensor,
-    required: bool = True,
-) -> None:
-    """Check a tensor that only some specs take."""
-    if value is None:
-        if used and required:
-            raise ValueError(f"This spec needs {name}, of shape {list(shape)}; none was given.")
-        return
-    if not used:
-        raise ValueError(f"{name} was given, but this spec does not use one.")
-    if tuple(value.shape) != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, not {_shape(value)}.")
-    if value.device != q.device:
-        raise ValueError(f"{name} is on {value.device}, q on {q.device}.")
-
-
-def _shape(x: Tensor) -> str:
-    return str(list(x.shape))

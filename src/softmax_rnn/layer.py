@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from softmax_rnn.attention import attention
+from softmax_rnn.cache import RecurrentCache
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.variants import resolve
 
@@ -91,9 +92,11 @@ class Attention(nn.Module):
         Args:
             hidden_states: [B, T, hidden_size].
             position_embeddings: the rotary cosines and sines, each [B or 1, T, head_dim].
-            attention_mask: ``None`` for plain causal attention to all keys (those of the cache
-                included), else the whole mask [B, 1, T, S]: boolean, or additive with 0 = visible.
-            past_key_values: a key/value cache to extend.
+            attention_mask: ``None`` for causal attention to all keys (those of the cache
+                included), [B, 1, 1, S] for causal attention to some of them, else the whole mask
+                [B, 1, T, S]: boolean, or additive with 0 = visible.
+            past_key_values: a key/value cache to extend, or a :class:`RecurrentCache`, whose mask
+                is one of the new keys alone.
 
         Returns:
             The output [B, T, hidden_size], and ``None`` where others return weights.
@@ -113,22 +116,26 @@ class Attention(nn.Module):
         output_gate = None
         if self.output_gate is not None:
             output_gate = self.output_gate(hidden_states).sigmoid().transpose(1, 2)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
         if attention_mask is not None and attention_mask.dtype != torch.bool:
             attention_mask = attention_mask == 0
-        out = attention(
-            q,
-            k,
-            v,
-            dataclasses.replace(self.spec, input_gate=False),
-            causal=attention_mask is None,
-            mask=attention_mask,
-            output_gate=output_gate,
-            length_power=None if self.length_logit is None else self.length_logit.sigmoid(),
-            norm_weight=self.norm_weight,
-            norm_bias=self.norm_bias,
-        )
+        options: dict[str, Any] = {
+            "causal": attention_mask is None or attention_mask.shape[-2] == 1,
+            "mask": attention_mask,
+            "output_gate": output_gate,
+            "length_power": None if self.length_logit is None else self.length_logit.sigmoid(),
+            "norm_weight": self.norm_weight,
+            "norm_bias": self.norm_bias,
+        }
+        spec = dataclasses.replace(self.spec, input_gate=False)
+        if isinstance(past_key_values, RecurrentCache):
+            cached = past_key_values.layer(self.layer_idx)
+            out, cached.state = attention(
+                q, k, v, spec, state=cached.state, return_state=True, **options
+            )
+        else:
+            if past_key_values is not None:
+                k, v = past_key_values.update(k, v, self.layer_idx)
+            out = attention(q, k, v, spec, **options)
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
     def extra_repr(self) -> str:

@@ -8,6 +8,7 @@ new.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ from scipy.special import gammainc
 from torch import Tensor
 
 from softmax_rnn.spec import AttentionSpec
+
+MAX_RADIUS = 700.0  # exp of more overflows float64
 
 
 @dataclass(frozen=True)
@@ -75,3 +78,19 @@ def remainder_bound(order: int, radius: float) -> float:
     if not (math.isfinite(radius) and radius >= 0):
         raise ValueError(f"radius must be a finite number >= 0, not {radius!r}.")
     return math.exp(radius) * float(gammainc(order + 1, radius))
+
+
+def order_for(tolerance: float, radius: float) -> int:
+    """The lowest order whose Taylor series is within ``tolerance`` of exp on ``|x| <= radius``.
+
+    Raises:
+        ValueError: for a tolerance that is not > 0, or a radius that is not in [0, 700] (beyond,
+            exp itself overflows).
+    """
+    if not tolerance > 0:
+        raise ValueError(f"tolerance must be > 0, not {tolerance!r}.")
+    if not 0 <= radius <= MAX_RADIUS:
+        raise ValueError(f"radius must be in [0, {MAX_RADIUS:g}], not {radius!r}.")
+    # Past e * radius every further order more than halves the remainder.
+    orders = range(int(math.e * radius) + int(math.log2(1 / min(tolerance, 0.5))) + 2)
+    return bisect_left(orders, True, key=lambda order: remainder_bound(order, radius) <= tolerance)

@@ -18,11 +18,13 @@ class RowSums(NamedTuple):
             factor a row, the numerator is then already divided by it.
         log_scale: [B, H, T], or ``None`` for 0. A constant to autograd: the gradients of the
             other two are those of the true sums times ``exp(-log_scale)``.
+        state: the state after the last key, where a form that has one was asked to keep it.
     """
 
     numerator: Tensor
     weight_sum: Tensor | None = None
     log_scale: Tensor | None = None
+    state: Tensor | None = None
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

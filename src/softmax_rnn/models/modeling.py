@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, AutoModelForCausalLM
-from transformers.masking_utils import sdpa_mask
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationConfig, GenerationMode
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaForCausalLM,
@@ -15,6 +18,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaPreTrainedModel,
 )
 
+from softmax_rnn.cache import RecurrentCache, key_value_bytes, recurrent_bytes
 from softmax_rnn.layer import Attention
 from softmax_rnn.models.configuration import MASKING, SoftmaxRNNConfig
 
@@ -63,18 +67,63 @@ class SoftmaxRNNForCausalLM(SoftmaxRNNPreTrainedModel, LlamaForCausalLM):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Take a recurrent cache by itself where a state is smaller than a full context's keys."""
+        given = model_kwargs.get("past_key_values")
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, *args, **kwargs
+        )
+        rewinds = generation_mode == GenerationMode.ASSISTED_GENERATION
+        chosen = generation_config.cache_implementation is not None or given is not None
+        if not chosen and not rewinds and model_kwargs.get("past_key_values") is not None:
+            model_kwargs["past_key_values"] = self.new_cache()
+
+    def new_cache(self) -> Cache:
+        """An empty cache: recurrent if its states are no larger than the keys of a full context.
+
+        A finite series alone has states; at ``max_position_embeddings`` tokens (or from the first,
+        for low orders) they are the smaller ones, and their size does not grow.
+        """
+        states = recurrent_bytes(self.config, self.dtype)
+        context = self.config.max_position_embeddings
+        if states is None or states > key_value_bytes(self.config, self.dtype, context):
+            return DynamicCache(config=self.config)
+        return RecurrentCache()
+
 
 def _causal_mask(
-    batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
 ) -> Tensor | None:
-    """Transformers' boolean mask; ``None`` only where our causal alignment says the same.
+    """The mask as our layer takes it: of keys alone wherever the last query is the last key.
 
-    Transformers also skips the mask when a preallocated cache holds nothing yet (T < S, aligned to
-    the first keys); ours aligns the queries to the last keys.
+    Otherwise (a preallocated cache, packed sequences) transformers' whole mask.
     """
-    if q_length not in (1, kv_length):
-        kwargs["allow_is_causal_skip"] = False
-    return sdpa_mask(batch_size, q_length, kv_length, *args, **kwargs)
+    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    if not aligned or mask_function is not causal_mask_function:
+        options = {"mask_function": mask_function, "attention_mask": attention_mask, **kwargs}
+        options["allow_is_causal_skip"] = False
+        return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **options)
+    if attention_mask is None:
+        return None
+    shown = attention_mask[:, kv_offset : kv_offset + kv_length]
+    shown = F.pad(shown, (0, kv_length - shown.shape[1]), value=False)
+    if not torch.compiler.is_compiling() and shown.all():
+        return None
+    return shown[:, None, None]
 
 
 def _unreachable(*args: Any, **kwargs: Any) -> Any:

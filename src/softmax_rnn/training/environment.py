@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -35,6 +36,12 @@ def peak_memory() -> int:
     """Peak bytes so far: the GPU allocator's where there is a GPU, else the process's."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not getrusage's: that one starts at the peak of the process which started this one.
+        found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+        if found:
+            return int(found[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

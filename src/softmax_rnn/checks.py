@@ -1,0 +1,79 @@
+"""What ``attention()`` refuses: tensors that do not fit together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+    """Check shapes, dtypes and devices of queries, keys and values."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be [batch, heads, length, width], not {_shape(x)}.")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must be of a floating-point dtype, not {x.dtype}.")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"q, k and v must share dtype and device; q has {q.dtype} on {q.device}, "
+                f"{name} has {x.dtype} on {x.device}."
+            )
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} has batch {x.shape[0]}, q has {q.shape[0]}.")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q has width {q.shape[3]}, k has {k.shape[3]}: they must be equal.")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(
+            f"k and v must share heads and length; k is {_shape(k)}, v is {_shape(v)}."
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"The {k.shape[1]} key/value heads must divide the {q.shape[1]} query heads."
+        )
+    if causal and q.shape[2] > k.shape[2]:
+        raise ValueError(
+            f"causal=True aligns the queries to the last keys, but there are {q.shape[2]} queries "
+            f"and only {k.shape[2]} keys; use causal=False with a mask."
+        )
+
+
+def checked_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Return the mask with four dimensions, each either 1 or that of [B, H, T, S]."""
+    if mask is None:
+        return None
+    full = (*q.shape[:3], k.shape[2])
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be boolean (True = visible), not {mask.dtype}.")
+    if mask.device != q.device:
+        raise ValueError(f"mask is on {mask.device}, q on {q.device}.")
+    if mask.ndim > 4 or any(
+        have not in (1, want)
+        for have, want in zip(reversed(mask.shape), reversed(full), strict=False)
+    ):
+        raise ValueError(f"mask {_shape(mask)} cannot be broadcast to [B, H, T, S] = {list(full)}.")
+    return mask[(None,) * (4 - mask.ndim)]
+
+
+def check_extra(
+    name: str,
+    value: Tensor | None,
+    used: bool,
+    shape: tuple[int, ...],
+    q: Tensor,
+    required: bool = True,
+) -> None:
+    """Check a tensor that only some specs take."""
+    if value is None:
+        if used and required:
+            raise ValueError(f"This spec needs {name}, of shape {list(shape)}; none was given.")
+        return
+    if not used:
+        raise ValueError(f"{name} was given, but this spec does not use one.")
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, not {_shape(value)}.")
+    if value.device != q.device:
+        raise ValueError(f"{name} is on {value.device}, q on {q.device}.")
+
+
+def _shape(x: Tensor) -> str:
+    return str(list(x.shape))

@@ -1,0 +1,67 @@
+"""A finite series one token at a time: add the key to the state, let the query read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from softmax_rnn.forms.channels import from_columns, to_columns, uncompiled
+from softmax_rnn.forms.row_sums import RowSums
+from softmax_rnn.spec import AttentionSpec
+from softmax_rnn.symmetric import degrees, monomials, monomials_backward, row_weights, state_rows
+
+
+@uncompiled
+def recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    causal: bool,
+    mask: Tensor | None,
+    state: Tensor | None = None,
+    keep_state: bool = False,
+) -> RowSums:
+    """As :func:`softmax_rnn.forms.chunked.chunked`, holding nothing but the state."""
+    qs, ks, vs, seen = to_columns(q, k, v, spec, mask, state)
+    degree = degrees(spec)[1]
+    rows = state_rows(spec, q.shape[-1])
+    weights = row_weights(spec, q.shape[-1], qs.dtype, qs.device).unsqueeze(-1)
+    if seen is None:
+        seen = vs.new_zeros(*vs.shape[:2], rows)
+
+    def features(columns: Tensor) -> Tensor:
+        return _Monomials.apply(columns, degree)[:, -rows:]
+
+    past = k.shape[2] - q.shape[2] if causal else k.shape[2]
+    outs = []
+    for token in range(k.shape[2]):
+        value, key = vs[..., token, None], features(ks[..., token, None])
+        seen = torch.baddbmm(seen, value, key.mT)
+        if token >= past:  # all query heads that share this key
+            outs.append(seen @ (weights * features(qs[..., token - past])))
+    if not causal:
+        outs = [seen @ (weights * features(qs[..., token])) for token in range(q.shape[2])]
+    sums = torch.stack(outs, dim=-1) if outs else vs.new_zeros(*vs.shape[:2], qs.shape[2], 0)
+    return from_columns(sums, spec, k, seen if keep_state else None)
+
+
+class _Monomials(torch.autograd.Function):
+    """``monomials`` with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, columns: Tensor, degree: int) -> Tensor:
+        features = monomials(columns, degree)
+        ctx.save_for_backward(columns, features)
+        ctx.degree = degree
+        return features
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        columns, features = ctx.saved_tensors
+        return monomials_backward(columns, ctx.degree, features, grad.clone()), None

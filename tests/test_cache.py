@@ -1,0 +1,122 @@
+"""Generation with a recurrent cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+
+import softmax_rnn as sr
+from softmax_rnn.cache import key_value_bytes, recurrent_bytes
+from test_modeling import GREEDY, build
+
+FINITE = [
+    name for name, spec in sr.variants().items() if spec.order is not None and spec.clamp is None
+]
+
+
+@pytest.fixture
+def batch() -> dict[str, torch.Tensor]:
+    """Two prompts, the second one left-padded."""
+    ids = torch.randint(0, 61, (2, 23), generator=torch.Generator().manual_seed(0))
+    shown = torch.ones_like(ids)
+    shown[1, :9] = 0
+    return {"input_ids": ids, "attention_mask": shown}
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_greedy_is_uncached(name: str, batch: dict[str, torch.Tensor]) -> None:
+    model = build(name)
+    expected = model.generate(**batch, **GREEDY, use_cache=False)
+    assert len(expected[:, 23:].unique()) > 1
+    cache = sr.RecurrentCache()
+    assert torch.equal(model.generate(**batch, **GREEDY, past_key_values=cache), expected)
+    assert cache.get_seq_length() == 23 + GREEDY["max_new_tokens"] - 1
+    assert cache.nbytes == recurrent_bytes(model.config, torch.float32, 2) + 2 * 2 * 8
+
+
+@pytest.mark.parametrize("options", [{"do_sample": True}, {"num_beams": 3}, {"num_beams": 2}])
+def test_sampling_and_beams_are_uncached(options: dict, batch: dict[str, torch.Tensor]) -> None:
+    model = build("taylor:2")
+    found = []
+    for cache in ({"use_cache": False}, {"past_key_values": sr.RecurrentCache()}):
+        torch.manual_seed(3)
+        found.append(model.generate(**batch, **{**GREEDY, **options}, **cache))
+    assert torch.equal(*found)
+
+
+def test_generation_chooses_the_smaller_cache() -> None:
+    def cache_of(name: str, **options: object) -> object:
+        model = build(name)
+        ids = torch.tensor([[1, 2, 3]])
+        out = model.generate(ids, **GREEDY, return_dict_in_generate=True, **options)
+        return type(out.past_key_values)
+
+    assert cache_of("taylor:2") is sr.RecurrentCache
+    assert cache_of("linear_elu") is sr.RecurrentCache
+    assert cache_of("taylor:9") is DynamicCache  # 24,310 monomials: more than a full context
+    assert cache_of("softmax") is DynamicCache
+    assert cache_of("clamped") is DynamicCache
+    assert cache_of("taylor:2", cache_implementation="dynamic") is DynamicCache
+
+
+def test_the_size_does_not_grow_with_the_text() -> None:
+    model = build("taylor:2")
+    sizes = []
+    for tokens in (5, 50):
+        cache = sr.RecurrentCache()
+        model.generate(
+            torch.ones(1, 4, dtype=torch.long),
+            **{**GREEDY, "max_new_tokens": tokens},
+            past_key_values=cache,
+        )
+        sizes.append(cache.nbytes)
+    assert sizes[0] == sizes[1]
+    assert key_value_bytes(model.config, torch.float32, 10) == 10 * 2 * 2 * 2 * 8 * 4
+
+
+def test_saved_and_restored(tmp_path: Path, batch: dict[str, torch.Tensor]) -> None:
+    model = build("taylor_elu:2")
+    cache = sr.RecurrentCache()
+    model(**batch, past_key_values=cache)
+    cache.save(tmp_path / "cache.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["cache.safetensors"]
+    restored = sr.RecurrentCache.load(tmp_path / "cache.safetensors")
+    following = torch.randint(0, 61, (2, 3))
+    shown = torch.cat([batch["attention_mask"], torch.ones(2, 3, dtype=torch.long)], dim=1)
+    after = [
+        model(input_ids=following, attention_mask=shown, past_key_values=each).logits
+        for each in (cache, restored)
+    ]
+    assert torch.equal(*after)
+
+
+def test_batches_can_be_picked_repeated_and_reset(batch: dict[str, torch.Tensor]) -> None:
+    model = build("taylor:2")
+    cache = sr.RecurrentCache()
+    model(**batch, past_key_values=cache)
+    before = cache.layers[0].state
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(cache.layers[0].state.sums[2], before.sums[1])
+    cache.batch_select_indices(torch.tensor([3]))
+    assert torch.equal(cache.layers[0].state.sums[0], before.sums[1])
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert cache.nbytes == 0
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    ids = torch.tensor([[1, 2, 3]])
+    cache = sr.RecurrentCache()
+    with pytest.raises(ValueError, match="infinitely many powers"):
+        build("softmax")(ids, past_key_values=cache)
+    build("taylor:2")(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="cannot be cropped"):
+        cache.crop(1)
+    with pytest.raises(ValueError, match="made by another spec"):
+        build("taylor:3")(ids, past_key_values=cache)
+    cache.reset()
+    with pytest.raises(ValueError, match="has seen nothing yet"):
+        cache.save(tmp_path / "cache.safetensors")
