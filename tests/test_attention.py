@@ -15,6 +15,7 @@ Q, K, V = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"k": K.numpy()}, "k must be a torch.Tensor, not ndarray"),
         ({"q": Q[0]}, r"q must be \[batch, heads, length, width\], not \[4, 5, 8\]"),
         ({"k": K[:1]}, "k has batch 1, q has 2"),
         ({"k": K[..., :4]}, "q has width 8, k has 4"),
@@ -60,6 +61,57 @@ def test_a_row_that_sees_nothing_is_zero() -> None:
         assert (out[0, 0, 0] == 0).all()
         for grad in torch.autograd.grad(out.sum(), (q, k, v)):
             assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_a_row_of_zero_values_stays_zero_whatever_its_scores(norm: str) -> None:
+    """The norm's epsilon, in units of exp(50), must not vanish."""
+    spec = sr.AttentionSpec(denominator="none", norm=norm, scale=1.0)
+    q, k, v = torch.full((1, 1, 1, 1), 50.0), torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 4)
+    for form in sr.forms(spec):
+        assert (sr.attention(q, k, v, spec, form=form) == 0).all(), form
+
+
+@pytest.mark.parametrize("score", [-20.0, -50.0, -60.0, -120.0])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        sr.AttentionSpec(clamp=5.0, scale=1.0),
+        sr.AttentionSpec(clamp=5.0, scale=1.0, denominator="detached_sum"),
+        sr.AttentionSpec(clamp=5.0, scale=1.0, denominator="none", norm="l2"),
+        sr.AttentionSpec(clamp=5.0, scale=1.0, denominator="length", norm="l2"),
+        sr.AttentionSpec(scale=1.0),
+        sr.AttentionSpec(scale=1.0, denominator="none", norm="l2"),
+    ],
+    ids=["sum", "detached", "l2", "l2_length", "softmax", "norm"],
+)
+def test_small_weights_count_where_their_scale_does_not(
+    spec: sr.AttentionSpec, score: float
+) -> None:
+    """One key has the whole weight, however small exp(score)."""
+    q, k = torch.full((1, 1, 1, 1), score), torch.ones(1, 1, 1, 1)
+    v = torch.full((1, 1, 1, 4), 0.5)
+    torch.testing.assert_close(sr.attention(q, k, v, spec), v)
+
+
+def test_the_l2_norm_of_small_powers() -> None:
+    spec = sr.AttentionSpec(series="power", order=10, denominator="none", norm="l2", scale=1.0)
+    q, k = torch.full((1, 1, 1, 1), 1e-3), torch.ones(1, 1, 1, 1)
+    v = torch.full((1, 1, 1, 4), 0.5)
+    for form in sr.forms(spec):
+        torch.testing.assert_close(sr.attention(q, k, v, spec, form=form), v)
+
+
+@pytest.mark.parametrize(
+    ("batch", "queries", "keys"), [(0, 3, 3), (2, 0, 3), (2, 3, 0)], ids=["batch", "query", "key"]
+)
+@pytest.mark.parametrize("name", ["softmax", "norm", "length", "taylor:2", "softmax_plus_one"])
+def test_nothing_in_nothing_out(name: str, batch: int, queries: int, keys: int) -> None:
+    """Some kernels end the process with a division by zero here."""
+    q, k, v = (torch.ones(batch, 2, *size) for size in ((queries, 4), (keys, 4), (keys, 5)))
+    for form in sr.forms(name):
+        out = sr.attention(q, k, v, name, form=form, causal=keys > 0)
+        assert torch.equal(out, torch.ones(batch, 2, queries, 5) * bool(keys))
 
 
 def test_length_counts_visible_keys_not_positions() -> None:

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from softmax_rnn import AttentionSpec, remainder_bound
-from softmax_rnn.series import PowerSeries
+from softmax_rnn import AttentionSpec
+from softmax_rnn.series import PowerSeries, order_for, remainder_bound
 
 X = torch.linspace(-3, 3, 41, dtype=torch.float64)
 
@@ -56,7 +56,30 @@ def test_remainder_bound_is_attained(order: int, radius: float) -> None:
     assert remainder_bound(order, radius) == pytest.approx(tail, rel=1e-12)
 
 
-@pytest.mark.parametrize(("order", "radius"), [(-1, 1.0), (1.5, 1.0), (2, -1.0), (2, math.nan)])
+@pytest.mark.parametrize(
+    ("order", "radius"), [(-1, 1.0), (1.5, 1.0), (2, -1.0), (2, math.nan), (10, 1000.0)]
+)
 def test_bad_arguments(order: int, radius: float) -> None:
     with pytest.raises(ValueError, match="must be"):
         remainder_bound(order, radius)
+
+
+@pytest.mark.parametrize("tolerance", [0.1, 1e-3, 1e-9])
+@pytest.mark.parametrize("radius", [0.0, 0.5, 2.0, 9.0, 40.0, 700.0])
+def test_order_for_is_the_lowest_that_suffices(tolerance: float, radius: float) -> None:
+    order = order_for(tolerance, radius)
+    assert remainder_bound(order, radius) <= tolerance
+    assert order == 0 or remainder_bound(order - 1, radius) > tolerance
+
+
+def test_order_for_mistakes() -> None:
+    with pytest.raises(ValueError, match=r"tolerance must be > 0, not 0.0"):
+        order_for(0.0, 1.0)
+    with pytest.raises(ValueError, match=r"radius must be in \[0, 700\], not 701"):
+        order_for(0.1, 701)
+
+
+def test_any_order_has_coefficients() -> None:
+    coefficients = PowerSeries.of(AttentionSpec(series="taylor", order=200)).coefficients
+    assert coefficients[170] > 0
+    assert coefficients[200] == 0.0  # below the range of float64

@@ -8,6 +8,7 @@ from softmax_rnn.models import SoftmaxRNNConfig, SoftmaxRNNForCausalLM
 from softmax_rnn.series import order_for, remainder_bound
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.state import State
+from softmax_rnn.stream import Stream
 from softmax_rnn.symmetric import state_size
 from softmax_rnn.variants import variant, variants
 from softmax_rnn.version import __version__
@@ -18,6 +19,7 @@ __all__ = [
     "SoftmaxRNNConfig",
     "SoftmaxRNNForCausalLM",
     "State",
+    "Stream",
     "__version__",
     "attention",
     "crossover",

@@ -211,6 +211,9 @@ def _norm(
 ) -> Tensor:
     """The norm of ``x * exp(log_scale)`` over its last dimension."""
     if spec.norm == "l2":
+        # Whatever its scale: squares of small numbers would vanish.
+        largest = x.detach().abs().amax(-1, keepdim=True)
+        x = x / largest.masked_fill(largest == 0, 1.0)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x / length.masked_fill(length == 0, 1.0)
     if spec.norm == "none":
@@ -221,6 +224,7 @@ def _norm(
     if log_scale is not None:
         # The same eps for the true values: a norm ignores the scale, up to its eps.
         eps = eps * (-2 * log_scale).exp().unsqueeze(-1)
+        eps = eps.clamp(min=torch.finfo(eps.dtype).tiny)  # a row of zeros stays one
     x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     if weight is not None:
         x = x * weight.to(x.dtype)

@@ -9,6 +9,8 @@ from torch import Tensor
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     """Check shapes, dtypes and devices of queries, keys and values."""
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, not {type(x).__name__}.")
         if x.ndim != 4:
             raise ValueError(f"{name} must be [batch, heads, length, width], not {_shape(x)}.")
         if not x.is_floating_point():

@@ -122,6 +122,8 @@ def choose(
             f"form={form!r} cannot compute this spec{with_state} on {q.device.type}; "
             f"those that can: {', '.join(able)}. The spec: {spec}."
         )
+    if not stateful and not (q.shape[0] and q.shape[2] and k.shape[2]):
+        form = "dense"  # nothing to compute; fused kernels divide by these sizes
     if FORMS[form].stateful:
         require_memory(spec, k, v)
     return FORMS[form]
@@ -140,7 +142,7 @@ def _cheapest(
         return "recurrent" if k.shape[2] == 1 else "chunked"
     if able[0] == "blocked" and "chunked" in able and keys_alone:
         sizes = (spec, q.shape[2], k.shape[2], k.shape[3], v.shape[3])
-        heads = k.shape[0] * k.shape[1]
+        heads = max(1, k.shape[0] * k.shape[1])
         cost = chunked_cost(*sizes, causal=causal, heads=heads)
         if cost < blocked_cost(*sizes, causal=causal, heads=heads):
             return "chunked"

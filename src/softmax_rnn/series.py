@@ -34,7 +34,7 @@ class PowerSeries:
         assert spec.order is not None
         if spec.series == "power":
             return cls((0.0,) * spec.order + (1.0,))
-        return cls(tuple(1.0 / math.factorial(n) for n in range(spec.order + 1)))
+        return cls(tuple(1 / math.factorial(n) for n in range(spec.order + 1)))
 
     @property
     def is_exp(self) -> bool:
@@ -71,12 +71,12 @@ def remainder_bound(order: int, radius: float) -> float:
     the regularised lower incomplete gamma function.
 
     Raises:
-        ValueError: for an order that is not an integer >= 0 or a radius that is not >= 0.
+        ValueError: for an order that is not an integer >= 0, or a radius that is not in [0, 700]
+            (beyond, exp itself overflows).
     """
     if isinstance(order, bool) or not isinstance(order, int) or order < 0:
         raise ValueError(f"order must be an integer >= 0, not {order!r}.")
-    if not (math.isfinite(radius) and radius >= 0):
-        raise ValueError(f"radius must be a finite number >= 0, not {radius!r}.")
+    _check_radius(radius)
     return math.exp(radius) * float(gammainc(order + 1, radius))
 
 
@@ -84,13 +84,16 @@ def order_for(tolerance: float, radius: float) -> int:
     """The lowest order whose Taylor series is within ``tolerance`` of exp on ``|x| <= radius``.
 
     Raises:
-        ValueError: for a tolerance that is not > 0, or a radius that is not in [0, 700] (beyond,
-            exp itself overflows).
+        ValueError: for a tolerance that is not > 0, or a radius as :func:`remainder_bound`.
     """
     if not tolerance > 0:
         raise ValueError(f"tolerance must be > 0, not {tolerance!r}.")
-    if not 0 <= radius <= MAX_RADIUS:
-        raise ValueError(f"radius must be in [0, {MAX_RADIUS:g}], not {radius!r}.")
+    _check_radius(radius)
     # Past e * radius every further order more than halves the remainder.
     orders = range(int(math.e * radius) + int(math.log2(1 / min(tolerance, 0.5))) + 2)
     return bisect_left(orders, True, key=lambda order: remainder_bound(order, radius) <= tolerance)
+
+
+def _check_radius(radius: float) -> None:
+    if not 0 <= radius <= MAX_RADIUS:
+        raise ValueError(f"radius must be in [0, {MAX_RADIUS:g}], not {radius!r}.")

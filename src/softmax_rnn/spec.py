@@ -152,6 +152,14 @@ class AttentionSpec:
             return True
         return self.row_sum == RowSum()
 
+    @property
+    def is_quotient(self) -> bool:
+        """Whether numerator and denominator scale alike, so that small weights still matter."""
+        rule = self.row_sum
+        if rule is None:
+            return self.norm == "l2"
+        return not (rule.offset or rule.floor)
+
     def score_scale(self, head_dim: int) -> float:
         """The factor of ``phi(q) . phi(k)`` for keys of width ``head_dim``."""
         scale = self.scale

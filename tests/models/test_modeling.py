@@ -74,6 +74,18 @@ def test_from_llama_keeps_the_variants_own_parameters_fresh(llama: LlamaForCausa
     assert torch.equal(ours.lm_head.weight, llama.lm_head.weight)
 
 
+def test_from_llama_keeps_mode_dtype_and_generation_settings(llama: LlamaForCausalLM) -> None:
+    llama = llama.bfloat16()
+    llama.generation_config.max_new_tokens = 7
+    ours = from_llama(llama)
+    assert (ours.training, ours.dtype) == (False, torch.bfloat16)
+    assert from_llama(llama.train()).training
+    assert ours.generation_config.max_new_tokens == 7
+    llama.config.attention_dropout = 0.5
+    with pytest.raises(ValueError, match="attention_dropout must be 0, not 0.5"):
+        from_llama(llama)
+
+
 @pytest.mark.parametrize("name", sr.variants())
 def test_cached_generation_is_uncached(name: str, batch: dict[str, torch.Tensor]) -> None:
     model = build(name)

@@ -19,7 +19,7 @@ from softmax_rnn.spec import AttentionSpec
 BLOCK = 128  # queries a block
 # Scores of one step, in elements: on a CPU they should stay in its cache.
 _CPU_SCORES, _GPU_SCORES = 2**21, 2**27
-# Above this bound exp(score) needs the row's maximum taken out first.
+# Above this bound exp(score) may overflow.
 _SAFE_SCORE = 50.0
 
 
@@ -30,18 +30,17 @@ class _Weight(NamedTuple):
     scale: float
     clamp: float | None
     causal: bool
-
-    @property
-    def shifted(self) -> bool:
-        """Whether the row maximum is taken out of the exponent."""
-        return self.series.is_exp and (self.clamp is None or self.clamp > _SAFE_SCORE)
+    shifted: bool  # whether the row maximum is taken out of the exponent
 
 
 def blocked(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, causal: bool, mask: Tensor | None
 ) -> RowSums:
     """As :func:`softmax_rnn.forms.dense.dense`, without the T x S weights."""
-    weight = _Weight(PowerSeries.of(spec), spec.score_scale(q.shape[-1]), spec.clamp, causal)
+    unsafe = spec.clamp is None or spec.clamp > _SAFE_SCORE or spec.is_quotient
+    shifted = spec.series == "exp" and unsafe
+    scale = spec.score_scale(q.shape[-1])
+    weight = _Weight(PowerSeries.of(spec), scale, spec.clamp, causal, shifted)
     numerator, weight_sum, log_scale = _BlockedSums.apply(q, k, v, mask, weight)
     return RowSums(numerator, weight_sum, log_scale if weight.shifted else None)
 
@@ -148,7 +147,7 @@ class _BlockedSums(torch.autograd.Function):
         maximum = maximum.view(shape)
         ctx.mark_non_differentiable(maximum)
         ctx.set_materialize_grads(False)
-        return numerator.view(*shape, -1), weight_sum.view(shape), maximum
+        return numerator.view(*shape, v.shape[-1]), weight_sum.view(shape), maximum
 
     @staticmethod
     @once_differentiable

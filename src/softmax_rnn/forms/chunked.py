@@ -72,7 +72,7 @@ def chunked(
     qs, ks, vs, before = to_columns(q, k, v, spec, mask, state)
     inputs = (qs, ks, vs) if before is None else (qs, ks, vs, before)
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    heads = k.shape[0] * k.shape[1]
+    heads = max(1, k.shape[0] * k.shape[1])
     chunk = chunk_length(spec, q.shape[2], k.shape[2], k.shape[3], v.shape[3], heads)
     plan = _Plan(spec, causal, chunk, keep_state, differentiable)
     outs, states = [], []
@@ -87,7 +87,7 @@ def chunked(
 def _head_groups(q: Tensor, plan: _Plan) -> Iterator[slice]:
     """Slices of the key/value heads whose monomials fit the cache together."""
     heads = heads_together(plan.spec, q.shape[1], plan.chunk, q.shape[2], q.device.type)
-    for start in range(0, len(q), heads):
+    for start in range(0, max(len(q), 1), heads):
         yield slice(start, start + heads)
 
 

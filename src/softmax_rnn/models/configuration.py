@@ -61,6 +61,11 @@ class SoftmaxRNNConfig(LlamaConfig):
         spec = self.attention
         spec = AttentionSpec.from_dict(spec) if isinstance(spec, dict) else resolve(spec)
         self.attention = spec.to_dict()
+        if self.attention_dropout:
+            raise ValueError(
+                f"attention_dropout must be 0, not {self.attention_dropout!r}: no form of this "
+                "attention drops weights."
+            )
         super().__post_init__(**kwargs)
 
     @property

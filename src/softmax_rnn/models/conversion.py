@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from transformers import LlamaForCausalLM
@@ -17,6 +18,12 @@ def from_llama(llama: LlamaForCausalLM, attention: Any = "softmax") -> SoftmaxRN
         llama: the source; its parameters are copied.
         attention: a variant's name, a spec or its dict. With ``softmax`` the logits are those of
             the source; a variant's own gates and norms start fresh.
+
+    Returns:
+        The model, on the source's device, in its dtype and mode.
+
+    Raises:
+        ValueError: for a source with attention dropout, which this attention has not.
     """
     fields = llama.config.to_dict()
     for key in ("model_type", "architectures", "transformers_version"):
@@ -26,4 +33,5 @@ def from_llama(llama: LlamaForCausalLM, attention: Any = "softmax") -> SoftmaxRN
     result = model.load_state_dict(llama.state_dict(), strict=False)
     assert set(result.missing_keys) == extra
     assert not result.unexpected_keys
-    return model.to(llama.dtype)
+    model.generation_config = copy.deepcopy(llama.generation_config)
+    return model.to(llama.device, llama.dtype).train(llama.training)
