@@ -22,8 +22,9 @@ format: $(VENV)/.dev  ## mend style and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.dev  ## speed and memory of the attention op on the CPU
+bench: $(VENV)/.dev  ## speed and memory on the CPU: the attention op, finite series
 	$(BIN)/python -m benchmarks.op
+	$(BIN)/python -m benchmarks.recurrence
 
 bench-gpu: $(VENV)/.dev  ## the same on a GPU
 	$(BIN)/python -m benchmarks.op --device cuda

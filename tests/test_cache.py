@@ -56,7 +56,7 @@ def test_generation_chooses_the_smaller_cache() -> None:
 
     assert cache_of("taylor:2") is sr.RecurrentCache
     assert cache_of("linear_elu") is sr.RecurrentCache
-    assert cache_of("taylor:9") is DynamicCache  # 24,310 monomials: more than a full context
+    assert cache_of("taylor:9") is DynamicCache  # 24,310 monomials: more than the model
     assert cache_of("softmax") is DynamicCache
     assert cache_of("clamped") is DynamicCache
     assert cache_of("taylor:2", cache_implementation="dynamic") is DynamicCache

@@ -93,7 +93,7 @@ def chunk_length(
 
 
 def crossover(spec: AttentionSpec | str, d_k: int, d_v: int, heads: int = _HEADS) -> int:
-    """The length from which the chunked form beats the blocked one (causal, a query per key).
+    """The length from which on the chunked form beats the blocked one (causal, a query per key).
 
     Args:
         spec: a finite series, or the name of a variant with one.
@@ -110,9 +110,11 @@ def crossover(spec: AttentionSpec | str, d_k: int, d_v: int, heads: int = _HEADS
         sizes = (spec, length, length, d_k, d_v)
         return chunked_cost(*sizes, heads=heads) <= blocked_cost(*sizes, heads=heads)
 
-    low, high = 0, 1
-    while not wins(high):
-        low, high = high, 2 * high
+    # From above: a sequence of one chunk is the same work in either form.
+    high = 2**50
+    while wins(high // 2) and high > 1:
+        high //= 2
+    low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if wins(middle) else (middle, high)

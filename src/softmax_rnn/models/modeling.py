@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaPreTrainedModel,
 )
 
-from softmax_rnn.cache import RecurrentCache, key_value_bytes, recurrent_bytes
+from softmax_rnn.cache import RecurrentCache, recurrent_bytes
 from softmax_rnn.layer import Attention
 from softmax_rnn.models.configuration import MASKING, SoftmaxRNNConfig
 
@@ -75,7 +75,7 @@ class SoftmaxRNNForCausalLM(SoftmaxRNNPreTrainedModel, LlamaForCausalLM):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Take a recurrent cache by itself where a state is smaller than a full context's keys."""
+        """Take :meth:`new_cache` where nothing else was asked for."""
         given = model_kwargs.get("past_key_values")
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, *args, **kwargs
@@ -86,14 +86,9 @@ class SoftmaxRNNForCausalLM(SoftmaxRNNPreTrainedModel, LlamaForCausalLM):
             model_kwargs["past_key_values"] = self.new_cache()
 
     def new_cache(self) -> Cache:
-        """An empty cache: recurrent if its states are no larger than the keys of a full context.
-
-        A finite series alone has states; at ``max_position_embeddings`` tokens (or from the first,
-        for low orders) they are the smaller ones, and their size does not grow.
-        """
+        """An empty cache: recurrent for a finite series, unless its states outweigh the model."""
         states = recurrent_bytes(self.config, self.dtype)
-        context = self.config.max_position_embeddings
-        if states is None or states > key_value_bytes(self.config, self.dtype, context):
+        if states is None or states > self.num_parameters() * self.dtype.itemsize:
             return DynamicCache(config=self.config)
         return RecurrentCache()
 

@@ -1,0 +1,153 @@
+"""Text from a trained model, as it comes, and what its cache costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+from transformers.cache_utils import Cache, DynamicCache
+
+from softmax_rnn.cache import RecurrentCache, key_value_bytes, recurrent_bytes
+from softmax_rnn.errors import require_choice
+from softmax_rnn.models import SoftmaxRNNForCausalLM
+
+CACHES = ("auto", "recurrent", "key-value", "none")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was generated, and with what.
+
+    Attributes:
+        text: the new text, without the prompt.
+        tokens: number of tokens seen, prompt and new.
+        cache: ``recurrent``, ``key-value`` or ``none``.
+        recurrent_bytes: size of a recurrent cache; ``None`` for a spec that has none.
+        key_value_bytes: size of a key/value cache after ``tokens`` tokens.
+        meet: the number of tokens from which the recurrent one is the smaller; ``None`` as above.
+    """
+
+    text: str
+    tokens: int
+    cache: str
+    recurrent_bytes: int | None
+    key_value_bytes: int
+    meet: int | None
+
+    def __str__(self) -> str:
+        """The cache used and both sizes, in a line."""
+        sizes = f"key/value cache {_size(self.key_value_bytes)} after {self.tokens} tokens"
+        if self.recurrent_bytes is None:
+            return f"cache: {self.cache}; {sizes}; this attention has no recurrent form"
+        return (
+            f"cache: {self.cache}; recurrent cache {_size(self.recurrent_bytes)} at any length, "
+            f"{sizes}; the recurrent one is smaller from {self.meet:,} tokens"
+        )
+
+
+def generate(
+    checkpoint: Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    cache: str = "auto",
+    streamed: bool = False,
+) -> Generation:
+    """Continue a prompt.
+
+    Args:
+        checkpoint: a run's folder (its newest checkpoint is taken), or a saved model's.
+        prompt: the text to continue; it must give at least one token.
+        max_new_tokens: at most this many; the end-of-text token stops earlier.
+        temperature: of sampling; 0 takes the likeliest token.
+        top_k: sample among this many likeliest tokens only.
+        seed: of sampling.
+        cache: ``auto`` (recurrent for a finite series, unless its states outweigh the model),
+            ``recurrent``, ``key-value`` or ``none``.
+        streamed: whether to print the text as it comes.
+
+    Raises:
+        FileNotFoundError: if there is no model in the folder.
+        ValueError: for an option outside its range, or a recurrent cache for an attention that has
+            none.
+    """
+    require_choice("cache", cache, CACHES)
+    if temperature < 0:
+        raise ValueError(f"temperature must be >= 0, not {temperature!r}.")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be >= 1, not {max_new_tokens!r}.")
+    folder = model_folder(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not isinstance(model, SoftmaxRNNForCausalLM):
+        raise ValueError(f"{folder} holds a {type(model).__name__}, not one of this package.")
+    inputs = tokenizer(prompt, return_tensors="pt")
+    if not inputs["input_ids"].shape[1]:
+        raise ValueError(f"The prompt {prompt!r} gives no token; start with some text.")
+    used = _cache(model, cache)
+    options: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        options |= {"temperature": temperature, "top_k": top_k or 0}
+    set_seed(seed)
+    ids = model.generate(
+        **inputs,
+        **options,
+        max_new_tokens=max_new_tokens,
+        past_key_values=used,
+        use_cache=used is not None,
+        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        streamer=TextStreamer(tokenizer, skip_special_tokens=True) if streamed else None,
+    )
+    prompted, tokens = inputs["input_ids"].shape[1], ids.shape[1]
+    states = recurrent_bytes(model.config, model.dtype)
+    per_token = key_value_bytes(model.config, model.dtype, 1)
+    return Generation(
+        text=tokenizer.decode(ids[0, prompted:], skip_special_tokens=True),
+        tokens=tokens,
+        cache={RecurrentCache: "recurrent", DynamicCache: "key-value"}.get(type(used), "none"),
+        recurrent_bytes=states,
+        key_value_bytes=per_token * tokens,
+        meet=None if states is None else states // per_token + 1,
+    )
+
+
+def model_folder(path: Path) -> Path:
+    """The folder of a saved model: ``path`` itself, or its newest checkpoint."""
+    if (path / "config.json").exists():
+        return path
+    steps = [
+        (int(found.name.partition("-")[2]), found)
+        for found in path.glob("checkpoint-*")
+        if (found / "config.json").exists()
+    ]
+    if not steps:
+        raise FileNotFoundError(
+            f"{path} holds no model: neither config.json nor a checkpoint-N folder."
+        )
+    return max(steps)[1]
+
+
+def _cache(model: SoftmaxRNNForCausalLM, name: str) -> Cache | None:
+    if name == "auto":
+        return model.new_cache()
+    if name == "recurrent":
+        if recurrent_bytes(model.config, model.dtype) is None:
+            raise ValueError(
+                "cache='recurrent' needs a finite series without a clamp; this model's attention "
+                f"is {model.config.spec}."
+            )
+        return RecurrentCache()
+    return DynamicCache(config=model.config) if name == "key-value" else None
+
+
+def _size(number: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            break
+        number /= 1024
+    return f"{number:.4g} {unit}"

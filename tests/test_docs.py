@@ -1,0 +1,24 @@
+"""The pages whose tables a script makes are as it makes them."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def test_the_tables_of_recurrent_are_as_its_script_makes_them() -> None:
+    page = (DOCS / "recurrent.md").read_text(encoding="utf-8")
+    assert runpy.run_path(str(DOCS / "recurrent.py"))["fill"](page) == page
+
+
+def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", readme, flags=re.S)
+    assert len(blocks) == 3
+    exec("\n".join(blocks), {})

@@ -1,0 +1,75 @@
+"""``generate``: text from a saved model, with the cache that was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from softmax_rnn.data.tokenizer import byte_tokenizer
+from softmax_rnn.generation import generate
+from test_modeling import build
+
+
+def saved(folder: Path, name: str) -> Path:
+    """A tiny byte model with weights that make it say something."""
+    build(name, vocab_size=257, eos_token_id=None, bos_token_id=None).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("name", "default"), [("taylor:2", "recurrent"), ("norm", "key-value")])
+def test_every_cache_gives_the_same_text(
+    name: str, default: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = saved(tmp_path, name)
+    auto = generate(model, "def ", max_new_tokens=12, streamed=True)
+    assert auto.cache == default
+    assert auto.text
+    assert capsys.readouterr().out.rstrip("\n") == "def " + auto.text.rstrip("\n")
+    for cache in ("none", "key-value", "recurrent"):
+        if name == "norm" and cache == "recurrent":
+            continue
+        assert generate(model, "def ", max_new_tokens=12, cache=cache).text == auto.text, cache
+    sizes = str(auto)
+    assert f"cache: {default}" in sizes
+    assert ("smaller from" if default == "recurrent" else "has no recurrent form") in sizes
+
+
+def test_sampling_is_a_function_of_the_seed(tmp_path: Path) -> None:
+    model = saved(tmp_path, "taylor:2")
+    texts = [
+        generate(model, "a", max_new_tokens=9, temperature=1.5, top_k=50, seed=seed).text
+        for seed in (0, 0, 1)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_newest_checkpoint_of_a_run_is_taken(tmp_path: Path) -> None:
+    saved(tmp_path / "checkpoint-9", "norm")
+    saved(tmp_path / "checkpoint-10", "taylor:2")
+    assert generate(tmp_path, "a", max_new_tokens=2).cache == "recurrent"
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="holds no model"):
+        generate(tmp_path / "nothing", "a")
+    model = saved(tmp_path / "ours", "norm")
+    with pytest.raises(ValueError, match="Did you mean 'recurrent'"):
+        generate(model, "a", cache="recurent")
+    with pytest.raises(ValueError, match="needs a finite series without a clamp"):
+        generate(model, "a", cache="recurrent")
+    with pytest.raises(ValueError, match="gives no token"):
+        generate(model, "")
+    with pytest.raises(ValueError, match="temperature must be >= 0, not -1"):
+        generate(model, "a", temperature=-1)
+    with pytest.raises(ValueError, match="max_new_tokens must be >= 1, not 0"):
+        generate(model, "a", max_new_tokens=0)
+    theirs = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    LlamaForCausalLM(theirs).save_pretrained(tmp_path / "theirs")
+    byte_tokenizer().save_pretrained(tmp_path / "theirs")
+    with pytest.raises(ValueError, match="holds a LlamaForCausalLM"):
+        generate(tmp_path / "theirs", "a")
