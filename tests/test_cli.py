@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import softmax_rnn
+from softmax_rnn import cli
 from softmax_rnn.cli import main
+from softmax_rnn.training import RunConfig
 from tiny import TINY
 
 
@@ -50,13 +53,17 @@ def test_variants(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["compare", "nrom"], "Did you mean 'norm'?"),
+        (["compare", "softmax_l2", "norm"], "'softmax_l2' and 'norm' are one"),
+        (["compare", "softmax", "--seeds", "0", "0"], "A seed is given twice: 0, 0"),
+        (["compare", "softmax", "--parallel", "0"], "parallel must be at least 1, not 0"),
+        (["train", "--corpus", ""], "No file matches the corpus ''"),
         (["compare", "--preset", "dmo"], "Unknown preset 'dmo'. Did you mean 'demo'?"),
         (["compare", "--stepz", "3"], "Did you mean 'steps'?"),
         (["train", "--steps", "many"], "Got value: many"),
         (["train", "--num-heads", "3"], "num_heads=3 must divide"),
         (["train", "--corpus", "no/such/*.txt"], "No file matches the corpus 'no/such/*.txt'"),
         (["train", "--config", "no_such.yaml"], "no_such.yaml"),
-        (["report", "no/such"], "No finished run in no/such"),
+        (["report", "no/such"], "There is no folder no/such"),
         (["trian"], "Did you mean 'train'?"),
     ],
 )
@@ -81,3 +88,78 @@ def test_an_unknown_key_of_a_config_file_is_named(
     with pytest.raises(SystemExit):
         main(["train", "--config", str(tmp_path / "config.yaml")])
     assert "Did you mean 'learning_rate'?" in capsys.readouterr().err
+
+
+def test_the_preset_of_a_config_file_is_honoured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[RunConfig] = []
+
+    def stop(config: RunConfig, *_: object, **__: object) -> None:
+        seen.append(config)
+        raise OverflowError("far too large")
+
+    monkeypatch.setattr(cli, "train", stop)
+    file = tmp_path / "config.yaml"
+    file.write_text("preset: small\nsteps: 20_000\n")
+    assert main(["train", "--config", str(file), "--seed", "3"]) == 1
+    assert seen.pop() == RunConfig.preset("small", steps=20_000, seed=3)
+    assert main(["train", "--config", str(file), "--preset", "large"]) == 1
+    assert seen.pop() == RunConfig.preset("large", steps=20_000)
+    file.write_text("preset: smal\n")
+    assert main(["train", "--config", str(file)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OverflowError("too much"), "OverflowError: too much"),
+        (MemoryError("too much"), "MemoryError: too much"),
+        (FloatingPointError("too much"), "FloatingPointError: too much"),
+        (RuntimeError("CPU: can't allocate memory"), "CPU: can't allocate memory"),
+    ],
+)
+def test_what_the_machine_cannot_do_is_told_in_a_line(
+    error: Exception,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "train", fail)
+    assert main(["train", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"error: {told}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train"], "stopped; the same command with --resume goes on\n"),
+        (["train", "--resume"], "stopped; the same command goes on\n"),
+        (["compare"], "stopped; the same command goes on\n"),
+    ],
+)
+def test_stopping_is_told_in_a_line(
+    words: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("train", "run_all"):
+        monkeypatch.setattr(cli, name, interrupt)
+    assert main([*words, "--out", str(tmp_path / "run")]) == 130
+    assert capsys.readouterr().err == told
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert softmax_rnn.__version__ in capsys.readouterr().out

@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.measure import Measurement
+from torch import OutOfMemoryError
 
 from softmax_rnn.experiments import compare_configs, run_all
 from softmax_rnn.experiments.compare import RunsFailedError
@@ -22,6 +24,7 @@ from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.training import PRESETS, RunConfig, train
 from softmax_rnn.training.trainer import NonFiniteError
 from softmax_rnn.variants import variants
+from softmax_rnn.version import __version__
 
 DEMO = ("softmax", "norm", "gate", "linear_elu", "linear_relu", "linear_cosine")
 console = Console()
@@ -66,6 +69,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (NonFiniteError, RunsFailedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except (OverflowError, FloatingPointError, MemoryError, OutOfMemoryError) as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # torch has no class for it on the CPU
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        resume = " with --resume" if words[0] == "train" and "--resume" not in words else ""
+        print(f"stopped; the same command{resume} goes on", file=sys.stderr)
+        return 130
 
 
 def _underscored(word: str) -> str:
@@ -77,17 +92,32 @@ def _underscored(word: str) -> str:
 
 
 def _preset(words: Sequence[str]) -> dict[str, Any]:
-    """The defaults that ``--preset`` asks for; every other option wins over them."""
+    """The defaults that ``--preset``, or ``preset`` of a --config, asks for; all else wins."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--preset", default="demo")
-    name = parser.parse_known_args(list(words))[0].preset
-    return RunConfig.preset(name).to_dict()
+    parser.add_argument("--preset", nargs="?")
+    parser.add_argument("--config", nargs="?", action="append", default=[])
+    given = parser.parse_known_args(list(words))[0]
+    name = given.preset
+    for path in reversed(given.config):
+        name = name or _preset_of(path)
+    return RunConfig.preset(name or "demo").to_dict()
+
+
+def _preset_of(path: str | None) -> str | None:
+    """The ``preset`` of a YAML file; what is wrong with the file is told when it is parsed."""
+    try:
+        data = yaml.safe_load(Path(path or "").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    name = data.get("preset") if isinstance(data, dict) else None
+    return None if name is None else str(name)
 
 
 def _parser(defaults: dict[str, Any]) -> ArgumentParser:
     parser = _Parser(
         prog="softmax-rnn",
         description="Softmax attention as a sum of RNNs: train, compare and understand variants.",
+        version=__version__,
     )
     commands = parser.add_subcommands()
 

@@ -5,25 +5,31 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+_ASIDE = re.compile(r"\..+\.(\d+|parts)")  # the names given below, and a checkpoint's parts
+
 
 def write_text(path: Path, text: str) -> None:
     """Write a whole file, so that a reader sees the old text or the new one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def write_json(path: Path, data: Any) -> None:
     """As :func:`write_text`, for data of plain types."""
-    write_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 @contextlib.contextmanager
@@ -38,3 +44,14 @@ def folder_aside(path: Path) -> Iterator[Path]:
             aside.replace(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed process left aside in ``folder``; nobody else may be writing there."""
+    for path in folder.iterdir():
+        if not _ASIDE.fullmatch(path.name):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -50,9 +50,30 @@ def test_files_of_a_corpus(texts: Path) -> None:
     assert len(corpus_files("stdlib")) > 300
 
 
+def test_folders_and_globs_leave_out_what_is_hidden_or_empty(texts: Path) -> None:
+    (texts / ".git").mkdir()
+    for name in (".git/config", ".DS_Store", "00.txt~"):
+        (texts / name).write_text("no text of the corpus")
+    (texts / "00.txt~").write_text("")
+    (texts / "05.txt").write_text("")
+    for corpus in (texts, texts / "*"):
+        assert [path.name for path in corpus_files(str(corpus))] == [
+            f"{i:02}.txt" for i in range(40) if i != 5
+        ]
+
+
+def test_a_file_is_a_file_whatever_its_name(texts: Path) -> None:
+    (texts / "b[1].txt").write_text("text")
+    assert corpus_files(str(texts / "b[1].txt")) == [texts / "b[1].txt"]
+    (texts / "a.jsonl.txt").write_text("no JSON")
+    assert list(read_documents(texts / "a.jsonl.txt", "text")) == ["no JSON"]
+
+
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl, line 1: .*half a surrogate"),
+        ("a.parquet.gz", b"", "a.parquet.gz is Parquet packed with gzip: unpack it first"),
         ("a.txt", b"\xff\xfe\x00", "a.txt is not text in UTF-8"),
         ("a.jsonl", b'{"text": "x"}\n{oops\n', "a.jsonl, line 2: not JSON"),
         ("a.jsonl", b'{"body": "x"}\n', "no text under 'text' .found: body.*--text_column"),
@@ -80,6 +101,8 @@ def test_parquet_without_the_column_lists_the_others(tmp_path: Path) -> None:
 def test_empty_and_missing_files_are_named(texts: Path) -> None:
     (texts / "05.txt").write_text("")
     with pytest.raises(CorpusError, match="05.txt is empty"):
-        corpus_files(str(texts))
+        corpus_files(str(texts / "05.txt"))
+    with pytest.raises(CorpusError, match="No file matches the corpus ''"):
+        corpus_files("")
     with pytest.raises(CorpusError, match=r"No file matches the corpus .*\*.json"):
         corpus_files(str(texts / "*.json"))

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import io
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
-from softmax_rnn.experiments.compare import RunsFailedError, compare_configs, run_all
+import softmax_rnn.experiments.compare as compare_module
+from softmax_rnn.experiments.compare import (
+    PlannedRun,
+    RunsFailedError,
+    compare_configs,
+    run_all,
+)
+from softmax_rnn.training.folder import RunFolder
 from tiny import tiny
 
 
@@ -35,6 +47,10 @@ def test_mistakes_are_named_before_anything_runs(texts: Path, tmp_path: Path) ->
         compare_configs(["softmax", "nrom"], [0], tiny(texts), tmp_path)
     with pytest.raises(ValueError, match="named twice"):
         compare_configs(["norm", "norm"], [0], tiny(texts), tmp_path)
+    with pytest.raises(ValueError, match="'taylor' and 'taylor:2' are one"):
+        compare_configs(["taylor", "taylor:2"], [0], tiny(texts), tmp_path)
+    with pytest.raises(ValueError, match="seed is given twice: 1, 0, 1"):
+        compare_configs(["norm"], [1, 0, 1], tiny(texts), tmp_path)
 
 
 def test_runs_are_run_once_and_failures_told(texts: Path, tmp_path: Path, console: Console) -> None:
@@ -51,6 +67,96 @@ def test_runs_are_run_once_and_failures_told(texts: Path, tmp_path: Path, consol
     other = compare_configs(["softmax"], [0], tiny(texts, steps=8), root)
     with pytest.raises(ValueError, match="another configuration .steps: 4 there, 8 now"):
         run_all(other, root, console=console)
+    (texts / "00.txt").write_text("other text")
+    with pytest.raises(ValueError, match="softmax-seed0 holds a run on other text"):
+        run_all(good, root, console=console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "softmax-seed0  test loss" in shown
     assert "failed" in shown
+
+
+def sleepers(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[tuple[str, str | None]]:
+    """Runs that only sleep; returns what is launched, where: (name, GPU), as it happens."""
+    launched: list[tuple[str, str | None]] = []
+
+    def launch(run: PlannedRun, root: Path, threads: int, gpu: str | None) -> Any:
+        launched.append((run.name.partition("-")[0], gpu))
+        wait = seconds / 10 if run.name.startswith("gate") else seconds
+        return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({wait})"])
+
+    monkeypatch.setattr(compare_module, "_launch", launch)
+    monkeypatch.setattr(compare_module, "_POLL_SECONDS", 0.01)
+    return launched
+
+
+def test_a_stop_leaves_no_run_behind(
+    texts: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = sleepers(monkeypatch, 600)
+    processes: list[subprocess.Popen[bytes]] = []
+    launch = compare_module._launch
+
+    def remember(*arguments: Any) -> Any:
+        processes.append(launch(*arguments))
+        return processes[-1]
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare_module, "_launch", remember)
+    monkeypatch.setattr(compare_module.time, "sleep", interrupt)
+    runs = compare_configs(["softmax", "norm", "gate"], [0], tiny(texts), tmp_path / "runs")
+    with pytest.raises(KeyboardInterrupt):
+        run_all(runs, tmp_path / "runs", parallel=2, console=console)
+    assert len(launched) == 2  # the queued one was never started
+    assert [process.returncode for process in processes] == [-signal.SIGTERM] * 2
+
+
+def test_a_free_gpu_takes_the_next_run(
+    texts: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the user's CUDA_VISIBLE_DEVICES only; the quick run's GPU is free first."""
+    launched = sleepers(monkeypatch, 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    names = ["softmax", "gate", "norm"]
+    runs = compare_configs(names, [0], tiny(texts), tmp_path / "runs")
+    with pytest.raises(RunsFailedError):
+        run_all(runs, tmp_path / "runs", console=console)
+    assert launched == [("softmax", "3"), ("gate", "GPU-7"), ("norm", "GPU-7")]
+
+
+def test_folders_of_one_name_and_other_conditions_are_runs_of_their_own(
+    texts: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = sleepers(monkeypatch, 0)
+    runs = [
+        PlannedRun(tiny(texts, block_size=size), RunFolder(tmp_path / where / "softmax-seed0"))
+        for where, size in (("short", 16), ("long", 64))
+    ]
+    with pytest.raises(RunsFailedError, match="(?s)2 of 2 .*short/softmax-seed0.*long/softmax-see"):
+        run_all(runs, tmp_path, console=console)
+    assert len(launched) == 2
+    runs.append(PlannedRun(tiny(texts, block_size=5000), RunFolder(tmp_path / "longer")))
+    with pytest.raises(ValueError, match="fewer than one block of 5000"):
+        run_all(runs, tmp_path, console=console)
+    assert len(launched) == 2
+
+
+def test_a_corpus_too_short_is_told_before_anything_runs(
+    texts: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = sleepers(monkeypatch, 0)
+    runs = compare_configs(["softmax"], [0], tiny(texts, block_size=5000), tmp_path / "runs")
+    with pytest.raises(ValueError, match="The test split .* fewer than one block of 5000"):
+        run_all(runs, tmp_path / "runs", console=console)
+    assert not launched
+
+
+def test_the_users_threads_and_other_systems_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wanted, given in (("2", "2"), ("8", "4"), ("", "4"), ("many", "4")):
+        monkeypatch.setenv("OMP_NUM_THREADS", wanted)
+        assert compare_module._environment(4, None)["OMP_NUM_THREADS"] == given
+    monkeypatch.delattr(compare_module.os, "sched_getaffinity")
+    monkeypatch.setattr(compare_module.os, "cpu_count", lambda: 6)
+    assert compare_module._cores() == 6

@@ -6,53 +6,18 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from made_up import made_up
 from softmax_rnn.report import find_runs, report
+from softmax_rnn.report.curves import curves
 from softmax_rnn.report.style import style
 from softmax_rnn.report.table import cells, results
-from softmax_rnn.training import RunConfig
-from softmax_rnn.training.folder import RunFolder, append_row
+from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.variants import variants
-
-BLOCKS = 30
-
-
-def made_up(
-    root: Path, attention: str, seed: int, loss: float, corpus: str = "stdlib"
-) -> RunFolder:
-    """A finished run's folder whose losses end near ``loss``."""
-    folder = RunFolder(root / f"{attention}-{seed}")
-    folder.path.mkdir(parents=True)
-    RunConfig(attention=attention, seed=seed, corpus=corpus).save(folder.config_file)
-    draw = np.random.default_rng(seed)
-    blocks = draw.normal(0, 0.2, BLOCKS)  # the same for every variant: pairing removes it
-    losses = loss + blocks + np.random.default_rng([seed, len(attention)]).normal(0, 0.01, BLOCKS)
-    np.save(folder.path / "test_losses.npy", losses)
-    for step in range(10, 201, 10):
-        row = {"step": step, "tokens": step * 2048, "loss": loss + 5 / step}
-        append_row(
-            folder.metrics_file,
-            {**row, "learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_second": 1e4},
-        )
-        if step % 50 == 0:
-            append_row(
-                folder.evaluations_file,
-                {"step": step, "tokens": step * 2048, "test_loss": loss + 6 / step},
-            )
-    summary = {
-        "parameters": 1000 + len(attention),
-        "train_loss": loss,
-        "test_loss": float(losses.mean()),
-        "tokens_per_second": 12345.0,
-        "peak_memory_bytes": 2**30,
-        "seconds": 60.0,
-    }
-    (folder.path / "summary.json").write_text(json.dumps(summary))
-    (folder.path / "environment.json").write_text(json.dumps({"python": "<b>3</b>"}))
-    return folder
 
 
 @pytest.fixture
@@ -88,6 +53,43 @@ def test_two_runs_of_one_variant_and_seed_are_refused(
         results([*runs, twin])
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"steps": 500, "block_size": 128}, "block_size: 256 there, 128 here; steps: 1000 there"),
+        ({"split": "b"}, "test split: '9 tokens a.* there, '9 tokens b.* here"),
+    ],
+)
+def test_runs_under_other_conditions_are_refused(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    runs = [made_up(tmp_path, "softmax", 0, 1.5), made_up(tmp_path, "norm", 0, 1.5, **fields)]
+    with pytest.raises(ValueError, match=f"softmax-0 .*norm-0 .*cannot be compared: .*{message}"):
+        results(runs)
+
+
+def test_other_numbers_of_test_blocks_are_refused(tmp_path: Path) -> None:
+    runs = [made_up(tmp_path, name, 0, 1.5) for name in ("softmax", "norm")]
+    np.save(runs[1].path / "test_losses.npy", runs[1].test_losses[1:])
+    with pytest.raises(ValueError, match="test blocks: 30 there, 29 here"):
+        results(runs)
+
+
+def test_where_text_lies_and_what_is_kept_may_differ(tmp_path: Path) -> None:
+    other = {"corpus": "elsewhere", "keep_checkpoints": 9, "save_every": 50}
+    runs = [made_up(tmp_path, "softmax", 0, 1.5), made_up(tmp_path, "norm", 0, 1.5, **other)]
+    assert results(runs).difference.notna().sum() == 1
+
+
+def test_training_curves_are_means_over_full_windows(tmp_path: Path) -> None:
+    run = made_up(tmp_path, "softmax", 0, 1.5)
+    rows = [{"step": i, "tokens": i, "loss": float(i)} for i in range(1, 83)]
+    run.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (curve,) = curves([run], "train")  # 82 rows are 27 windows of 3, and one row at the start
+    assert curve.tokens.tolist() == list(range(4, 83, 3))
+    assert curve.mean.tolist() == list(range(3, 82, 3))
+
+
 def test_files(runs: list[RunFolder], tmp_path: Path) -> None:
     assert len(find_runs(tmp_path)) == 6
     _, paths = report(runs, tmp_path)
@@ -120,6 +122,8 @@ def test_the_page_is_whole_and_escaped(tmp_path: Path) -> None:
 def test_no_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No finished run in"):
         find_runs(tmp_path)
+    with pytest.raises(ValueError, match="There is no folder .*nothere"):
+        find_runs(tmp_path / "nothere")
 
 
 def test_a_variants_style_is_its_own() -> None:

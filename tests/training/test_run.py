@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import softmax_rnn.training.environment as environment_module
+import softmax_rnn.training.run as run_module
 import softmax_rnn.training.trainer as trainer_module
 from softmax_rnn.data import TokenBlocks, load_tokenizer, prepare
 from softmax_rnn.training import train
@@ -49,7 +51,7 @@ def test_a_run_leaves_what_it_says(texts: Path, tmp_path: Path) -> None:
     config = tiny(texts, attention="gate", steps=13, tensorboard=True)
     folder = train(config, tmp_path / "run")
     assert folder.config == config
-    assert list(folder.metrics.step) == [2, 4, 6, 8, 10, 12]
+    assert list(folder.metrics.step) == [2, 4, 6, 8, 10, 12, 13]
     assert list(folder.metrics.tokens) == [step * 128 for step in folder.metrics.step]
     assert set(folder.metrics) == {
         "step",
@@ -131,9 +133,9 @@ def test_an_unfinished_run_wants_resume(texts: Path, tmp_path: Path) -> None:
     assert train(config, tmp_path / "run", resume=True).summary["steps"] == folder.config.steps
 
 
-@pytest.mark.parametrize("kept", [4, 8])
+@pytest.mark.parametrize("kept", [4, 12, 13])
 def test_resumed_from_any_checkpoint_is_undisturbed(texts: Path, tmp_path: Path, kept: int) -> None:
-    config = tiny(texts, attention="gate", keep_checkpoints=9)
+    config = tiny(texts, attention="gate", steps=13, keep_checkpoints=9)
     expected = train(config, tmp_path / "undisturbed")
     shutil.copytree(tmp_path / "undisturbed", tmp_path / "cut")
     cut = RunFolder(tmp_path / "cut")
@@ -209,6 +211,117 @@ def test_a_checkpoint_that_fails_half_way_does_not_count(
     assert left == ["checkpoint-4"]
     monkeypatch.undo()
     assert train(config, tmp_path / "run", resume=True).finished
+
+
+def test_a_test_loss_that_is_not_finite_stops(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_module.np, "average", lambda *_, **__: float("nan"))
+    with pytest.raises(NonFiniteError, match="The test loss after step 6 is nan"):
+        train(tiny(texts), tmp_path / "run")
+    assert not RunFolder(tmp_path / "run").finished
+
+
+def test_a_run_shorter_than_a_row_has_its_results(texts: Path, tmp_path: Path) -> None:
+    folder = train(tiny(texts, steps=3, log_every=10, evaluate_every=10, save_every=10), tmp_path)
+    assert list(folder.metrics.step) == [3]
+    assert folder.summary["train_loss"] == folder.metrics.loss.iloc[0]
+    assert folder.summary["seconds"] == pytest.approx(3 * 128 / folder.metrics[TIMED].iloc[0])
+
+
+def test_another_corpus_under_the_same_name_is_refused(texts: Path, tmp_path: Path) -> None:
+    config = tiny(texts, steps=4)
+    folder = train(config, tmp_path / "run")
+    (folder.path / "summary.json").unlink()
+    before = (texts / "00.txt").read_text()
+    (texts / "00.txt").write_text("other text\n")
+    with pytest.raises(
+        ValueError, match=r"run holds a run on other text: .*tokens.* there, .* now"
+    ):
+        train(config, folder.path, resume=True)
+    (texts / "00.txt").write_text(before)
+    train(config, folder.path, resume=True)
+    (texts / "00.txt").write_text("other text\n")
+    with pytest.raises(ValueError, match="run holds a run on other text"):
+        train(config, folder.path)
+
+
+def test_a_resumed_run_keeps_its_first_session_and_leaves_nothing_aside(
+    texts: Path, tmp_path: Path
+) -> None:
+    config = tiny(texts, steps=8)
+    folder = train(config, tmp_path / "run")
+    first = folder.environment
+    for session in (1, 2):
+        (folder.path / "summary.json").unlink()
+        shutil.rmtree(folder.checkpoints[-1])
+        for name in (".checkpoint-8.123", ".checkpoint-8.parts"):
+            (folder.path / name).mkdir()
+        (folder.path / ".summary.json.123").write_text("{")
+        train(config, folder.path, resume=True)
+        later = folder.environment.pop("sessions")
+        assert len(later) == session
+        assert later[-1]["python"] == first["python"]
+        assert {**folder.environment, "sessions": None} == {**first, "sessions": None}
+        assert not list(folder.path.glob(".*"))
+    # The steps of every session, however many there were.
+    seconds = folder.metrics.tokens.diff().fillna(256) / folder.metrics[TIMED]
+    assert folder.summary["seconds"] == pytest.approx(seconds.sum())
+
+
+def test_tensorboard_that_is_missing_is_named(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'softmax-rnn\[tensorboard\]'"):
+        train(tiny(texts, tensorboard=True), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_of_one_run_write_whole_checkpoints(texts: Path, tmp_path: Path) -> None:
+    config = tiny(texts, steps=4)
+    config.save(tmp_path / "config.yaml")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["-m", "softmax_rnn", "train", "--config", str(tmp_path / "config.yaml")]
+    command += ["--out", str(tmp_path / "two")]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=hidden, stderr=subprocess.DEVNULL, check=True)
+    one, two = train(config, tmp_path / "one"), RunFolder(tmp_path / "two")
+    np.testing.assert_allclose(two.metrics.loss, one.metrics.loss, rtol=1e-4)
+    np.testing.assert_allclose(two.test_losses, one.test_losses, rtol=1e-4)
+    written = {path.name for path in two.checkpoints[-1].iterdir()}
+    assert {"rng_state_0.pth", "rng_state_1.pth", "model.safetensors"} <= written
+
+
+def test_one_gpu_is_used_of_several(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without torchrun, transformers would spread every batch with DataParallel."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    arguments = trainer_module._arguments(tiny(texts, precision="fp32"), RunFolder(tmp_path))
+    assert (arguments.n_gpu, arguments.train_batch_size) == (1, 4)
+
+
+def test_checkpoints_draw_no_bars_over_the_runs_own(
+    texts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny(texts, steps=4), tmp_path / "run")
+    assert "model shards" not in capfd.readouterr().err
+
+
+def test_somebody_elses_repository_is_not_the_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
+    (tmp_path / "environment.py").write_text("")
+    monkeypatch.setattr(environment_module, "__file__", str(tmp_path / "environment.py"))
+    assert environment_module._commit() is None
+    subprocess.run([*git, "add", "environment.py"], check=True)
+    assert environment_module._commit()
 
 
 def test_a_vocabulary_too_small_is_named(texts: Path, tmp_path: Path) -> None:

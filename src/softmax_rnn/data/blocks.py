@@ -25,10 +25,11 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
     def __init__(self, corpus: PreparedCorpus, split: str, block_size: int) -> None:
         tokens = corpus.tokens(split)
         if len(tokens) < block_size:
+            other = "smaller" if split == "train" else "larger"
             raise CorpusError(
                 f"The {split} split of the corpus {corpus.manifest['corpus']!r} has {len(tokens)} "
                 f"tokens, fewer than one block of {block_size}: give more text, a smaller "
-                "--block_size or a larger --test_fraction."
+                f"--block_size or a {other} --test_fraction."
             )
         count = len(tokens) // block_size
         self.blocks: NDArray[Any] = tokens[: count * block_size].reshape(count, block_size)

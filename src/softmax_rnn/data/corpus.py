@@ -10,6 +10,7 @@ from pathlib import Path
 
 import fsspec
 import pyarrow.parquet
+from fsspec.utils import infer_compression
 
 STDLIB = "stdlib"
 # Tests and bundled packages differ between distributions of Python; the library hardly does.
@@ -34,31 +35,37 @@ def corpus_files(corpus: str) -> list[Path]:
 
     Args:
         corpus: ``stdlib`` (the source text of this Python's standard library), a file, a folder
-            (every file below it) or a glob (``**`` reaches into folders).
+            (every file below it) or a glob (``**`` reaches into folders). Folders and globs leave
+            out hidden files and empty ones.
 
     Raises:
-        CorpusError: if there is none, or one is empty.
+        CorpusError: if there is none, or the one named is empty.
     """
+    if Path(corpus).is_file():  # whatever wildcards its name may hold
+        if Path(corpus).stat().st_size == 0:
+            raise CorpusError(f"The corpus file {corpus} is empty.")
+        return [Path(corpus)]
     if corpus == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         files = [
             path
             for path in root.rglob("*.py")
             if not _STDLIB_SKIPS.intersection(path.relative_to(root).parts)
-            and path.stat().st_size > 0
         ]
-    elif Path(corpus).is_dir():
-        files = [path for path in Path(corpus).rglob("*") if path.is_file()]
+    elif corpus and Path(corpus).is_dir():  # Path("") would be the folder one is in
+        files = [
+            path
+            for path in Path(corpus).rglob("*")
+            if not any(part.startswith(".") for part in path.relative_to(corpus).parts)
+        ]
     else:
-        files = [Path(name) for name in glob.glob(corpus, recursive=True) if Path(name).is_file()]
+        files = [Path(name) for name in glob.glob(corpus, recursive=True)]
+    files = [path for path in files if path.is_file() and path.stat().st_size > 0]
     if not files:
         raise CorpusError(
-            f"No file matches the corpus {corpus!r}. Give '{STDLIB}', a file, a folder or a glob "
-            "such as 'texts/**/*.jsonl'."
+            f"No file matches the corpus {corpus!r} (empty and hidden ones left out). Give "
+            f"'{STDLIB}', a file, a folder or a glob such as 'texts/**/*.jsonl'."
         )
-    for path in files:
-        if path.stat().st_size == 0:
-            raise CorpusError(f"The corpus file {path} is empty.")
     return sorted(files)
 
 
@@ -67,14 +74,16 @@ def read_documents(path: Path, text_column: str) -> Iterator[str]:
 
     Args:
         path: ``.jsonl``, ``.json`` or ``.parquet``; anything else is text in UTF-8. ``.gz``,
-            ``.zst`` and the like on top are unpacked on the fly.
+            ``.zst`` and the like on top of text and JSON lines are unpacked on the fly.
         text_column: the key or column that holds the text.
 
     Raises:
         CorpusError: naming the file, and the line or the columns.
     """
-    suffixes = [suffix for suffix in path.suffixes if suffix in _READERS]
-    reader = _READERS[suffixes[-1]] if suffixes else _read_text
+    packed = infer_compression(path.name)
+    reader = _READERS.get((path.with_suffix("") if packed else path).suffix, _read_text)
+    if packed and reader is _read_parquet:
+        raise CorpusError(f"{path} is Parquet packed with {packed}: unpack it first.")
     try:
         yield from reader(path, text_column)
     except CorpusError:
@@ -106,6 +115,13 @@ def _read_json_lines(path: Path, column: str) -> Iterator[str]:
                     f"{path}, line {number}: no text under {column!r} (found: {found}); "
                     "name its key with --text_column."
                 )
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise CorpusError(
+                    f"{path}, line {number}: the text under {column!r} holds half a surrogate "
+                    f"pair ({error})."
+                ) from error
             yield text
 
 

@@ -8,10 +8,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,9 +26,11 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder
-from softmax_rnn.training.run import load_corpus
+from softmax_rnn.training.run import load_blocks
+from softmax_rnn.variants import resolve
 
 _POLL_SECONDS = 0.5
 
@@ -50,15 +53,21 @@ class RunsFailedError(RuntimeError):
 
 
 def compare_configs(
-    variants: Sequence[str], seeds: Iterable[int], base: RunConfig, root: Path
+    variants: Sequence[str], seeds: Sequence[int], base: RunConfig, root: Path
 ) -> list[PlannedRun]:
     """One run per variant and seed, all else as in ``base``, in folders below ``root``.
 
     Raises:
-        ValueError: for an unknown variant, or one named twice.
+        ValueError: for an unknown variant, or a variant or seed given twice.
     """
-    if len(set(variants)) < len(variants):
-        raise ValueError(f"A variant is named twice: {', '.join(variants)}.")
+    names: dict[AttentionSpec, str] = {}
+    for name in variants:
+        spec = resolve(name)
+        if spec in names:
+            raise ValueError(f"A variant is named twice: {names[spec]!r} and {name!r} are one.")
+        names[spec] = name
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"A seed is given twice: {', '.join(map(str, seeds))}.")
     return [
         PlannedRun(
             replace(base, attention=variant, seed=seed),
@@ -75,58 +84,127 @@ def run_all(
 
     Args:
         runs: what to run; every folder may be new, unfinished (it goes on) or finished.
-        root: where their configurations and logs are written.
+        root: above all folders; their configurations and logs are written here.
         parallel: runs at a time; unless given, one a GPU, or one a core.
         console: where progress is shown.
 
     Raises:
-        ValueError: if a folder holds a run with another configuration.
+        ValueError: for a corpus that will not do, or a folder that holds a run with another
+            configuration or corpus.
         RunsFailedError: if a run failed; the others were finished first.
     """
+    if parallel is not None and parallel < 1:
+        raise ValueError(f"parallel must be at least 1, not {parallel}.")
+    manifests: dict[RunConfig, dict[str, Any]] = {}
     for run in runs:
+        conditions = replace(run.config, attention="softmax", seed=0)
         if run.folder.exists:
             run.folder.check_same_config(run.config)
+        if conditions not in manifests:
+            manifests[conditions] = load_blocks(conditions)[0].manifest
+        if run.folder.exists:
+            run.folder.check_same_corpus(manifests[conditions])
     waiting = [run for run in runs if not run.folder.finished]
     if not waiting:
         return
-    load_corpus(waiting[0].config)
-    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
-    workers = min(parallel or gpus or cores, len(waiting))
+    gpus, cores = _gpus(), _cores()
+    workers = min(parallel or len(gpus) or cores, len(waiting))
     threads = max(1, cores // workers)
-    devices = itertools.cycle(range(gpus)) if gpus else itertools.repeat(None)
+    slots = list(itertools.islice(itertools.cycle(gpus or [None]), workers))
     console.print(f"{len(waiting)} runs, {workers} at a time, {threads} threads each, in {root}")
-    with ThreadPoolExecutor(workers) as pool, _progress(console) as progress:
-        jobs = {
-            run.name: pool.submit(_launch, run, root, threads, device)
-            for run, device in zip(waiting, devices, strict=False)
-        }
-        _watch(waiting, jobs, progress)
+    with _progress(console) as progress:
+        _work(waiting, root, slots, threads, progress)
     failed = [run for run in waiting if not run.folder.finished]
     if failed:
-        logs = "\n".join(f"--- {run.name}\n{_tail(_log(run, root))}" for run in failed)
+        logs = "\n".join(f"--- {_label(run, root)}\n{_tail(_log(run, root))}" for run in failed)
         raise RunsFailedError(f"{len(failed)} of {len(waiting)} runs did not finish.\n{logs}")
 
 
-def _launch(run: PlannedRun, root: Path, threads: int, device: int | None) -> int:
-    """Run one configuration in a process of its own; return its exit code."""
-    config = root / "configs" / f"{run.name}.yaml"
+def _gpus() -> list[str]:
+    """The GPUs as CUDA_VISIBLE_DEVICES names them: those that it leaves, if it is set."""
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(index) for index in range(count)] if named is None else named.split(",")[:count]
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # Linux alone
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _work(
+    runs: Sequence[PlannedRun],
+    root: Path,
+    slots: list[str | None],
+    threads: int,
+    progress: Progress,
+) -> None:
+    """Keep every slot (a GPU, or a share of the cores) busy until all runs are done.
+
+    However it ends, no run is left running: one that is stopped leaves a folder to go on with.
+    """
+    width = max(len(_label(run, root)) for run in runs)
+    bars: dict[Path, TaskID] = {
+        run.folder.path: progress.add_task(
+            _label(run, root).ljust(width), total=run.config.steps, start=False, news="waiting"
+        )
+        for run in runs
+    }
+    waiting, running = deque(runs), list[tuple[PlannedRun, str | None, subprocess.Popen[bytes]]]()
+    try:
+        while waiting or running:
+            while waiting and slots:
+                run, slot = waiting.popleft(), slots.pop(0)
+                running.append((run, slot, _launch(run, root, threads, slot)))
+                progress.start_task(bars[run.folder.path])
+            time.sleep(_POLL_SECONDS)
+            for job in list(running):
+                run, slot, process = job
+                bar, done = bars[run.folder.path], process.poll() is not None
+                row = _last_row(run.folder.metrics_file)
+                news = f"loss {row['loss']:.3f}" if row else "starting"
+                progress.update(bar, completed=row["step"] if row else 0, news=news)
+                if done:
+                    running.remove(job)
+                    slots.append(slot)
+                    progress.stop_task(bar)
+                    progress.update(bar, news=_outcome(run))
+                    progress.console.print(f"{_label(run, root).ljust(width)}  {_outcome(run)}")
+    finally:
+        for _, _, process in running:
+            process.terminate()
+        for _, _, process in running:
+            process.wait()
+
+
+def _launch(run: PlannedRun, root: Path, threads: int, gpu: str | None) -> subprocess.Popen[bytes]:
+    """Start one configuration in a process of its own."""
+    config = root / "configs" / f"{_label(run, root)}.yaml"
     config.parent.mkdir(parents=True, exist_ok=True)
     run.config.save(config)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    if device is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = str(device)
     log = _log(run, root)
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "softmax_rnn", "train", "--resume"]
     with log.open("a") as output:
-        return subprocess.run(
+        return subprocess.Popen(
             [*command, "--config", str(config), "--out", str(run.folder.path)],
-            env=environment,
+            env=_environment(threads, gpu),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            check=False,
-        ).returncode
+        )
+
+
+def _environment(threads: int, gpu: str | None) -> dict[str, str]:
+    """The environment of a run's process; threads that the user limits stay limited."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdecimal() and int(wanted) > 0:
+        threads = min(threads, int(wanted))
+    added = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    if gpu is not None:
+        added["CUDA_VISIBLE_DEVICES"] = gpu
+    return {**os.environ, **added}
 
 
 def _progress(console: Console) -> Progress:
@@ -139,35 +217,6 @@ def _progress(console: Console) -> Progress:
         console=console,
         speed_estimate_period=60,
     )
-
-
-def _watch(runs: Sequence[PlannedRun], jobs: dict[str, Future[int]], progress: Progress) -> None:
-    """Show every run's steps until all jobs are done."""
-    width = max(len(run.name) for run in runs)
-    bars: dict[str, TaskID] = {
-        run.name: progress.add_task(
-            run.name.ljust(width), total=run.config.steps, start=False, news="waiting"
-        )
-        for run in runs
-    }
-    shown_done: set[str] = set()
-    while len(shown_done) < len(runs):
-        time.sleep(_POLL_SECONDS)
-        for run in runs:
-            bar, job = bars[run.name], jobs[run.name]
-            if run.name in shown_done or not (job.running() or job.done()):
-                continue
-            progress.start_task(bar)
-            if row := _last_row(run.folder.metrics_file):
-                news = f"loss {row['loss']:.3f}"
-                progress.update(bar, completed=row["step"], news=news)
-            else:
-                progress.update(bar, news="starting")
-            if job.done():
-                shown_done.add(run.name)
-                progress.stop_task(bar)
-                progress.update(bar, news=_outcome(run))
-                progress.console.print(f"{run.name.ljust(width)}  {_outcome(run)}")
 
 
 def _outcome(run: PlannedRun) -> str:
@@ -184,7 +233,12 @@ def _last_row(path: Path) -> dict[str, float] | None:
 
 
 def _log(run: PlannedRun, root: Path) -> Path:
-    return root / "logs" / f"{run.name}.log"
+    return root / "logs" / f"{_label(run, root)}.log"
+
+
+def _label(run: PlannedRun, root: Path) -> str:
+    """What tells the run from all others below ``root``."""
+    return run.folder.path.relative_to(root).as_posix()
 
 
 def _tail(path: Path, size: int = 2000) -> str:

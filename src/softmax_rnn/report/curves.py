@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from scipy import stats
 
 from softmax_rnn.report.table import by_variant
 from softmax_rnn.training.folder import RunFolder
@@ -17,7 +18,7 @@ _SMOOTHED_TO = 40  # points a training curve is averaged down to, at most
 
 @dataclass(frozen=True)
 class Curve:
-    """The loss of one variant over its seeds, against tokens."""
+    """The mean loss of one variant over its seeds and its 95% interval, against tokens."""
 
     variant: str
     tokens: NDArray[np.float64]
@@ -31,21 +32,25 @@ def curves(runs: Sequence[RunFolder], split: str) -> list[Curve]:
     drawn = []
     for variant, seeds in by_variant(runs).items():
         losses = pd.concat([_losses(run, split) for run in seeds.values()], axis=1)
-        drawn.append(
-            Curve(
-                variant,
-                losses.index.to_numpy(dtype=float),
-                losses.mean(axis=1).to_numpy(),
-                losses.min(axis=1).to_numpy(),
-                losses.max(axis=1).to_numpy(),
-            )
-        )
+        tokens = losses.index.to_numpy(dtype=float)
+        drawn.append(Curve(variant, tokens, *seed_interval(losses.to_numpy().T)))
     return drawn
+
+
+def seed_interval(losses: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
+    """Mean and 95% interval over seeds, the first axis; with one seed the three are equal."""
+    mean = losses.mean(axis=0)
+    if len(losses) == 1:
+        return mean, mean, mean
+    half = stats.t.ppf(0.975, len(losses) - 1) * stats.sem(losses, axis=0)
+    return mean, mean - half, mean + half
 
 
 def _losses(run: RunFolder, split: str) -> pd.Series[float]:
     if split == "test":
         return run.evaluations.set_index("tokens").test_loss
     rows = run.metrics
-    window = np.arange(len(rows)) // max(1, -(-len(rows) // _SMOOTHED_TO))
+    size = max(1, -(-len(rows) // _SMOOTHED_TO))
+    rows = rows.iloc[len(rows) % size :]  # a short window at the end would make the curves jump
+    window = np.arange(len(rows)) // size
     return rows.groupby(window).agg({"tokens": "last", "loss": "mean"}).set_index("tokens").loss

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from softmax_rnn.report.curves import Curve, curves
-from softmax_rnn.report.style import style
+from softmax_rnn.report.style import LOOK, style
 from softmax_rnn.training.folder import RunFolder
 
 # The share of the run that the vertical axis need not show: its steep start.
@@ -22,12 +22,12 @@ TITLES = {"test": "Test loss", "train": "Train loss"}
 
 def draw(runs: Sequence[RunFolder], folder: Path) -> list[Path]:
     """Write ``figure.png`` and ``figure.svg``; return their paths."""
-    with mpl.rc_context({"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "softmax-rnn"}):
+    with mpl.rc_context(LOOK):
         figure = Figure(figsize=(9.0, 3.8), layout="constrained")
         axes = figure.subplots(1, 2, sharex=True, sharey=True)
         drawn = {split: curves(runs, split) for split in TITLES}
         for ax, (split, lines) in zip(axes, drawn.items(), strict=True):
-            _panel(ax, lines, TITLES[split])
+            panel(ax, lines, TITLES[split])
         axes[0].set_ylabel("cross-entropy, nats per token (log scale)")
         axes[0].set_ylim(*log_limits([line for lines in drawn.values() for line in lines]))
         handles, labels = axes[0].get_legend_handles_labels()
@@ -38,7 +38,8 @@ def draw(runs: Sequence[RunFolder], folder: Path) -> list[Path]:
     return paths
 
 
-def _panel(ax: Axes, lines: list[Curve], title: str) -> None:
+def panel(ax: Axes, lines: list[Curve], title: str) -> None:
+    """Draw curves with their bands into one pair of axes, the lowest named first."""
     for line in sorted(lines, key=lambda line: line.mean[-1]):
         look = style(line.variant)
         ax.plot(

@@ -20,6 +20,8 @@ def find_runs(root: Path) -> list[RunFolder]:
     Raises:
         ValueError: if there is none.
     """
+    if not root.is_dir():
+        raise ValueError(f"There is no folder {root}.")
     runs = [RunFolder(path.parent) for path in sorted(root.rglob("summary.json"))]
     if not runs:
         raise ValueError(f"No finished run in {root}.")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Okabe and Ito's colours, told apart by colour-blind readers.
 _BLACK, _ORANGE, _SKY, _GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 _BLUE, _VERMILION, _PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 _PALETTE = (_BLUE, _VERMILION, _GREEN, _PURPLE, _ORANGE, _SKY)
 _DASHES = ("-", "--", "-.", ":")
+
+
+# What every figure shares: text that can be searched, and SVG that is the same each time.
+LOOK: dict[Any, Any] = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "softmax-rnn"}
 
 
 class Style(NamedTuple):

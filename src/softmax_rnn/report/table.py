@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,10 +12,20 @@ from rich import box
 from rich.table import Table
 
 from softmax_rnn.report.statistics import paired_difference
-from softmax_rnn.training.folder import RunFolder
+from softmax_rnn.training.folder import RunFolder, differences
 from softmax_rnn.variants import variants
 
 REFERENCE = "softmax"
+# The text itself is compared by its hash, wherever it lies; the last three change no result.
+_MAY_DIFFER = (
+    "attention",
+    "seed",
+    "corpus",
+    "text_column",
+    "save_every",
+    "keep_checkpoints",
+    "tensorboard",
+)
 
 
 def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
@@ -24,7 +35,11 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
     (after the last step, on the whole test split), difference, low, high (to softmax, paired by
     seed and block, 95% interval; not a number without softmax), tokens_per_second (median),
     peak_memory_bytes (largest).
+
+    Raises:
+        ValueError: for runs that cannot be compared, naming two of them and what differs.
     """
+    _require_comparable(runs)
     grouped = by_variant(runs)
     reference = grouped.get(REFERENCE, {})
     rows = []
@@ -48,6 +63,24 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
             row |= {"difference": paired.mean, "low": paired.low, "high": paired.high}
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _require_comparable(runs: Sequence[RunFolder]) -> None:
+    """Raise ``ValueError`` unless the runs differ in nothing but attention and seed."""
+    first = _conditions(runs[0])
+    for run in runs[1:]:
+        if differing := differences(first, _conditions(run), "here"):
+            raise ValueError(
+                f"{runs[0].path} (there) and {run.path} (here) cannot be compared: {differing}. "
+                "Report on them apart."
+            )
+
+
+def _conditions(run: RunFolder) -> dict[str, Any]:
+    fields = run.config.to_dict()
+    for name in _MAY_DIFFER:
+        del fields[name]
+    return {**fields, **run.corpus, "test blocks": len(run.test_losses)}
 
 
 def by_variant(runs: Sequence[RunFolder]) -> dict[str, dict[int, RunFolder]]:

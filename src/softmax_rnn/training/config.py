@@ -73,7 +73,8 @@ class RunConfig:
         test_fraction: share of the documents held out.
         split_seed: draws the documents held out.
         steps: optimizer steps of the run.
-        schedule_steps: where the linear decay would reach zero; ``steps`` unless given.
+        schedule_steps: where the linear decay would reach zero, at least ``steps``; ``steps``
+            unless given.
         warmup_steps: steps of the linear warm-up; a sixth of the schedule unless given.
         batch_size: blocks a step, over all devices and accumulated micro-batches.
         accumulation: micro-batches a step.
@@ -142,8 +143,11 @@ class RunConfig:
             "intermediate_size",
             "num_layers",
             "num_heads",
+            "num_kv_heads",
+            "vocab_size",
             "block_size",
             "steps",
+            "schedule_steps",
             "batch_size",
             "accumulation",
             "log_every",
@@ -151,8 +155,11 @@ class RunConfig:
             "save_every",
             "keep_checkpoints",
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}.")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must lie in [0, 2**32), not {self.seed}.")
         for name in ("evaluate_every", "save_every"):
             if getattr(self, name) % self.log_every:
                 raise ValueError(
@@ -163,6 +170,11 @@ class RunConfig:
             raise ValueError(
                 f"num_heads={self.num_heads} must divide hidden_size={self.hidden_size}."
             )
+        if (self.hidden_size // self.num_heads) % 2:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} over num_heads={self.num_heads} gives heads of "
+                f"width {self.hidden_size // self.num_heads}; rotary positions need an even one."
+            )
         if self.num_heads % (self.num_kv_heads or self.num_heads):
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}."
@@ -170,6 +182,11 @@ class RunConfig:
         if self.batch_size % self.accumulation:
             raise ValueError(
                 f"accumulation={self.accumulation} must divide batch_size={self.batch_size}."
+            )
+        if self.horizon < self.steps:
+            raise ValueError(
+                f"schedule_steps={self.schedule_steps} must be at least steps={self.steps}: "
+                "past the schedule's end the learning rate is zero."
             )
         if not 0 <= self.warmup < self.horizon:
             raise ValueError(
@@ -187,7 +204,7 @@ class RunConfig:
     @property
     def horizon(self) -> int:
         """The step at which the learning rate reaches zero."""
-        return self.schedule_steps or self.steps
+        return self.steps if self.schedule_steps is None else self.schedule_steps
 
     @property
     def warmup(self) -> int:
@@ -210,7 +227,7 @@ class RunConfig:
         """The share of the peak rate at ``step``, counted from 0: never 0 within the run."""
         if step < self.warmup:
             return (step + 1) / (self.warmup + 1)
-        return max(0.0, (self.horizon - step) / (self.horizon - self.warmup))
+        return (self.horizon - step) / (self.horizon - self.warmup)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as plain data."""

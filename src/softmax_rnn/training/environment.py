@@ -55,17 +55,15 @@ def _version(package: str) -> str | None:
 
 def _commit() -> str | None:
     """The commit of the checkout this package lies in, ``+`` if it was changed since."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        commit = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        git("ls-files", "--error-unmatch", __file__)  # else the repository is somebody else's
+        commit = git("rev-parse", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit + ("+" if changed else "")

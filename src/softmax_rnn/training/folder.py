@@ -1,7 +1,7 @@
 """The folder of one run: what is in it, and reading it back.
 
 config.yaml          the resolved configuration
-environment.json     versions, commit, machine, corpus
+environment.json     versions, commit, machine, corpus; those of later sessions under `sessions`
 metrics.jsonl        a row a logged step
 evaluations.jsonl    a row an evaluation
 checkpoint-N/        complete ones only: they are written aside and renamed
@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from softmax_rnn.files import write_text
+from softmax_rnn.files import write_json, write_text
 from softmax_rnn.training.config import RunConfig
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -80,9 +80,19 @@ class RunFolder:
         return json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
 
     @property
+    def environment_file(self) -> Path:
+        """Where the run ran, and on what."""
+        return self.path / "environment.json"
+
+    @property
     def environment(self) -> dict[str, Any]:
-        """Where the run ran."""
-        return json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
+        """Where the run ran, and on what."""
+        return json.loads(self.environment_file.read_text(encoding="utf-8"))
+
+    @property
+    def corpus(self) -> dict[str, str]:
+        """What the run's corpus was: a line a split, with its hash."""
+        return corpus_identity(self.environment["corpus"])
 
     @property
     def test_losses(self) -> NDArray[np.float64]:
@@ -101,23 +111,52 @@ class RunFolder:
 
     def check_same_config(self, config: RunConfig) -> None:
         """Raise ``ValueError`` if the run was started with another configuration."""
-        there, here = self.config.to_dict(), config.to_dict()
-        differing = [
-            f"{key}: {there[key]!r} there, {here[key]!r} now"
-            for key in there
-            if there[key] != here[key]
-        ]
+        differing = differences(self.config.to_dict(), config.to_dict())
         if differing:
             raise ValueError(
-                f"{self.path} holds a run with another configuration ({'; '.join(differing)}). "
+                f"{self.path} holds a run with another configuration ({differing}). "
                 "Choose another folder, or the same settings."
             )
+
+    def check_same_corpus(self, manifest: dict[str, Any]) -> None:
+        """Raise ``ValueError`` if the corpus is not what it was when the run was started."""
+        differing = differences(self.corpus, corpus_identity(manifest))
+        if differing:
+            raise ValueError(
+                f"{self.path} holds a run on other text: the corpus {manifest['corpus']!r} has "
+                f"changed ({differing}). Choose another folder, or bring the text back."
+            )
+
+    def record_session(self, session: dict[str, Any], manifest: dict[str, Any]) -> None:
+        """Write where a session runs: the first one and its corpus stay, later ones are listed."""
+        record = {**session, "corpus": manifest}
+        if self.exists:
+            record = self.environment
+            record.setdefault("sessions", []).append(session)
+        write_json(self.environment_file, record)
 
     def rewind(self, step: int) -> None:
         """Drop the rows after ``step``, as a run that resumes there writes them again."""
         for path in (self.metrics_file, self.evaluations_file):
             rows = [row for row in read_rows(path) if row["step"] <= step]
             write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def corpus_identity(manifest: dict[str, Any]) -> dict[str, str]:
+    """A line a split of a prepared corpus: its tokens and their hash."""
+    return {
+        f"{split} split": f"{manifest[split]['tokens']} tokens {manifest[split]['sha256'][:16]}"
+        for split in ("train", "test")
+    }
+
+
+def differences(there: dict[str, Any], here: dict[str, Any], now: str = "now") -> str:
+    """The values in which two mappings with the same keys differ, as text; empty if in none."""
+    return "; ".join(
+        f"{key}: {there[key]!r} there, {here[key]!r} {now}"
+        for key in there
+        if there[key] != here[key]
+    )
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -131,4 +170,4 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def append_row(path: Path, row: dict[str, Any]) -> None:
     """Append one row."""
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(json.dumps(row, allow_nan=False) + "\n")

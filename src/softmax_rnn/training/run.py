@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ from rich.progress import Progress
 from transformers.utils import logging as transformers_logging
 
 from softmax_rnn.data import PreparedCorpus, TokenBlocks, load_tokenizer, prepare
-from softmax_rnn.files import write_json
+from softmax_rnn.files import remove_leftovers, write_json
 from softmax_rnn.models import SoftmaxRNNConfig, SoftmaxRNNForCausalLM, initialize
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.environment import environment, peak_memory
@@ -32,9 +32,26 @@ def load_corpus(config: RunConfig) -> PreparedCorpus:
         )
 
 
+def load_blocks(config: RunConfig) -> tuple[PreparedCorpus, TokenBlocks, TokenBlocks]:
+    """The run's corpus, and its blocks to train and to test on.
+
+    Raises:
+        ValueError: for a corpus or split that will not do, or a package that the run lacks.
+    """
+    if config.tensorboard and find_spec("tensorboard") is None:
+        raise ValueError(
+            "--tensorboard needs a package of its own: pip install 'softmax-rnn[tensorboard]'."
+        )
+    corpus = load_corpus(config)
+    train_blocks, test_blocks = (
+        TokenBlocks(corpus, split, config.block_size) for split in ("train", "test")
+    )
+    return corpus, train_blocks, test_blocks
+
+
 def model_config(config: RunConfig, vocab_size: int, end_of_text: int) -> SoftmaxRNNConfig:
     """The model of a run."""
-    rows = config.vocab_size or vocab_size
+    rows = vocab_size if config.vocab_size is None else config.vocab_size
     if rows < vocab_size:
         raise ValueError(
             f"The tokenizer {config.tokenizer!r} has {vocab_size} ids, more than "
@@ -69,22 +86,20 @@ def train(config: RunConfig, path: Path, *, resume: bool = False) -> RunFolder:
         The folder, with its results. A finished run is not run again.
 
     Raises:
-        ValueError: if the folder holds another run, or an unfinished one and ``resume`` is off.
+        ValueError: if the folder holds another run or one on other text, or an unfinished one and
+            ``resume`` is off.
         NonFiniteError: if the loss or its gradient is not finite.
     """
     folder = RunFolder(path)
     if folder.exists:
         folder.check_same_config(config)
+        if not folder.finished and not resume:
+            raise ValueError(f"{path} holds an unfinished run: add --resume to go on with it.")
+    corpus, train_blocks, test_blocks = load_blocks(config)
+    if folder.exists:
+        folder.check_same_corpus(corpus.manifest)
         if folder.finished:
             return folder
-        if not resume:
-            raise ValueError(f"{path} holds an unfinished run: add --resume to go on with it.")
-    started = time.perf_counter()
-    tokenizer = load_tokenizer(config.tokenizer)
-    corpus = load_corpus(config)
-    train_blocks, test_blocks = (
-        TokenBlocks(corpus, split, config.block_size) for split in ("train", "test")
-    )
     model = SoftmaxRNNForCausalLM(
         model_config(config, corpus.manifest["vocab_size"], corpus.manifest["end_of_text"])
     )
@@ -92,26 +107,36 @@ def train(config: RunConfig, path: Path, *, resume: bool = False) -> RunFolder:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    path.mkdir(parents=True, exist_ok=True)
-    write_json(path / "environment.json", {**environment(), "corpus": corpus.manifest})
-    config.save(folder.config_file)
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()  # one a checkpoint, over the run's own
     trainer = SpecTrainer(
-        model, config, folder, train_blocks, test_blocks, processing_class=tokenizer
+        model,
+        config,
+        folder,
+        train_blocks,
+        test_blocks,
+        processing_class=load_tokenizer(config.tokenizer),
     )
     checkpoint = folder.checkpoints[-1] if folder.checkpoints else None
-    folder.rewind(0 if checkpoint is None else int(checkpoint.name.partition("-")[2]))
+    if trainer.is_world_process_zero():
+        path.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(path)
+        folder.record_session(environment(), corpus.manifest)
+        config.save(folder.config_file)
+        folder.rewind(0 if checkpoint is None else int(checkpoint.name.partition("-")[2]))
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if trainer.tested_at != config.steps:
         trainer.evaluate()
     if trainer.is_world_process_zero():
-        _finish(trainer, folder, time.perf_counter() - started)
+        _finish(trainer, folder)
+    trainer.accelerator.wait_for_everyone()
     return folder
 
 
-def _finish(trainer: SpecTrainer, folder: RunFolder, seconds: float) -> None:
+def _finish(trainer: SpecTrainer, folder: RunFolder) -> None:
     metrics, config = folder.metrics, folder.config
-    last_tenth = metrics[metrics.step > 0.9 * config.steps]
+    tokens = metrics.tokens.diff().fillna(metrics.tokens)  # a row's own: the last may hold fewer
+    last_tenth = metrics.step > 0.9 * config.steps
     assert trainer.test_losses is not None
     np.save(folder.path / "test_losses.npy", trainer.test_losses)
     write_json(
@@ -120,10 +145,10 @@ def _finish(trainer: SpecTrainer, folder: RunFolder, seconds: float) -> None:
             "parameters": trainer.model.num_parameters(),
             "steps": config.steps,
             "tokens": config.steps * config.tokens_per_step,
-            "train_loss": float(last_tenth.loss.mean()),
+            "train_loss": float(np.average(metrics.loss[last_tenth], weights=tokens[last_tenth])),
             "test_loss": float(folder.evaluations.test_loss.iloc[-1]),
             "tokens_per_second": float(metrics.tokens_per_second.median()),
             "peak_memory_bytes": peak_memory(),
-            "seconds": seconds,
+            "seconds": float((tokens / metrics.tokens_per_second).sum()),  # of all sessions' steps
         },
     )

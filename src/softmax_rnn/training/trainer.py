@@ -19,7 +19,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from softmax_rnn.data import ShuffledBlocks, TokenBlocks
-from softmax_rnn.files import folder_aside
 from softmax_rnn.models import SoftmaxRNNForCausalLM
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder, append_row, read_rows
@@ -51,6 +50,7 @@ class SpecTrainer(Trainer):
         self._saving_to: Path | None = None
         self.test_losses: NDArray[np.float64] | None = None
         self.tested_at = -1
+        self._bar = _Bar(config)
         arguments = _arguments(config, folder)
         super().__init__(
             model=model,
@@ -60,11 +60,18 @@ class SpecTrainer(Trainer):
             ),
             eval_dataset=test_blocks,
             compute_metrics=self._test_metrics,
-            callbacks=[_Rows(config, folder), _Bar(config)],
+            callbacks=[_Rows(config, folder), self._bar],
             **kwargs,
         )
         for callback in (ProgressCallback, PrinterCallback):
             self.remove_callback(callback)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base class; however it ends, what is printed next has a line of its own."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._bar.close()
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         return SequentialSampler(train_dataset or self.train_dataset)
@@ -111,24 +118,29 @@ class SpecTrainer(Trainer):
     def _test_metrics(self, prediction: Any) -> dict[str, float]:
         self.test_losses = np.asarray(prediction.predictions, dtype=np.float64)
         self.tested_at = self.state.global_step
-        return {"test_loss": float(np.average(self.test_losses, weights=prediction.label_ids))}
+        loss = float(np.average(self.test_losses, weights=prediction.label_ids))
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"The test loss after step {self.tested_at} is {loss}.")
+        return {"test_loss": loss}
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._saving_to or self.folder.path)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         name = f"checkpoint-{self.state.global_step}"
-        with folder_aside(self.folder.path / name) as aside:
-            self._saving_to = aside.parent / f"{aside.name}.parts"
-            try:
-                super()._save_checkpoint(model, trial)
-                for part in (self._saving_to / name).iterdir():
-                    part.rename(aside / part.name)
-            finally:
-                shutil.rmtree(self._saving_to, ignore_errors=True)
-                self._saving_to = None
-        for old in self.folder.checkpoints[: -self.config.keep_checkpoints]:
-            shutil.rmtree(old)
+        aside = self._saving_to = self.folder.path / f".{name}.parts"  # of all processes
+        try:
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.is_world_process_zero():
+                (aside / name).rename(self.folder.path / name)
+        finally:
+            self._saving_to = None
+            if self.is_world_process_zero():
+                shutil.rmtree(aside, ignore_errors=True)
+        if self.is_world_process_zero():
+            for old in self.folder.checkpoints[: -self.config.keep_checkpoints]:
+                shutil.rmtree(old)
 
 
 def _arguments(config: RunConfig, folder: RunFolder) -> TrainingArguments:
@@ -161,6 +173,8 @@ def _arguments(config: RunConfig, folder: RunFolder) -> TrainingArguments:
         remove_unused_columns=False,
         disable_tqdm=True,
     )
+    # Several GPUs outside torchrun: one is used. DataParallel would multiply the batch.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
     share, rest = divmod(config.batch_size, config.accumulation * arguments.world_size)
     if rest or not share:
         raise ValueError(
@@ -185,6 +199,8 @@ class _Rows(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.seconds += time.perf_counter() - self.started
         self.steps += 1
+        if state.global_step >= state.max_steps:
+            control.should_log = True  # a last row also where log_every does not divide steps
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if not state.is_world_process_zero:
@@ -234,6 +250,7 @@ class _Bar(TrainerCallback):
                 self.shown[label] = f"{logs[key]:.3f}"
                 self.bar.set_postfix(self.shown)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def close(self) -> None:
+        """Leave the bar as it stands."""
         if self.bar:
             self.bar.close()
