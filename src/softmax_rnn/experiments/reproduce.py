@@ -1,0 +1,128 @@
+"""A figure of the paper: make the runs that are missing, then draw it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+
+from softmax_rnn.experiments.compare import run_all
+from softmax_rnn.experiments.costs import cost
+from softmax_rnn.experiments.figures import FIGURES
+from softmax_rnn.experiments.plan import Experiment, Scale, by_name, planned
+from softmax_rnn.experiments.scales import SCALES
+from softmax_rnn.report.grid import Column, draw_curves, draw_orders
+from softmax_rnn.report.report import report
+from softmax_rnn.training.folder import RunFolder
+
+
+def reproduce(
+    figure: str,
+    scale: str,
+    root: Path,
+    *,
+    seeds: Sequence[int] | None = None,
+    parallel: int | None = None,
+    fields: Mapping[str, Any] | None = None,
+    console: Console,
+) -> list[Path]:
+    """Run what is missing of a figure, draw it, and report on every panel.
+
+    Args:
+        figure: ``figure2`` to ``figure9``.
+        scale: ``demo``, ``small``, ``paper`` or ``paper-list``.
+        root: folder of all runs of all figures, which share them.
+        seeds: one run each; the scale's unless given.
+        parallel: runs at a time; see ``run_all``.
+        fields: settings of every run that win over the scale's.
+        console: where progress is shown.
+
+    Returns:
+        The paths of the figure and of its panels' reports.
+    """
+    experiment, at = by_name("figure", figure, FIGURES), by_name("scale", scale, SCALES)
+    chosen = tuple(at.seeds if seeds is None else seeds)
+    runs = planned(experiment, at, root, chosen, **(fields or {}))
+    run_all(runs, root / at.name, parallel=parallel, console=console)
+    paths = draw(experiment, at, root, chosen)
+    for folder, members in _places([run.folder for run in runs]).items():
+        paths += report(members, folder)[1]
+    return paths
+
+
+def draw(experiment: Experiment, scale: Scale, root: Path, seeds: Sequence[int]) -> list[Path]:
+    """Draw a figure from its finished runs."""
+    columns, seen = [], set()
+    for panel in experiment.panels:
+        folders = [
+            scale.folder(root, panel, variant, seed) for seed in seeds for variant in panel.variants
+        ]
+        key = tuple(folder.path for folder in folders)
+        if key in seen:  # corpora that are one at this scale
+            continue
+        seen.add(key)
+        columns.append(Column(panel.title, [folder for folder in folders if folder.finished]))
+    if len(columns) < len(experiment.panels):
+        corpora = {corpus.title for corpus in scale.corpora.values()}
+        columns = [Column(", ".join(sorted(corpora)), columns[0].runs)]
+    title = f"{experiment.title} ({scale.name} scale)"
+    stem = root / scale.name / experiment.name
+    if experiment.kind == "orders":
+        return draw_orders(columns, title, stem)
+    return draw_curves(columns, title, stem, experiment.large)
+
+
+def plan_table(
+    figure: str,
+    scale: str,
+    root: Path,
+    gpu: str,
+    *,
+    seeds: Sequence[int] | None = None,
+    fields: Mapping[str, Any] | None = None,
+) -> pd.DataFrame:
+    """Every run of a figure with what it costs, and whether it is finished; nothing is run."""
+    experiment, at = by_name("figure", figure, FIGURES), by_name("scale", scale, SCALES)
+    rows = []
+    for run in planned(experiment, at, root, tuple(seeds or at.seeds), **(fields or {})):
+        estimate = cost(run.config, gpu)
+        rows.append(
+            {
+                "run": str(run.folder.path.relative_to(root / at.name)),
+                "finished": run.folder.finished,
+                "parameters": estimate.parameters,
+                "tokens_per_step": run.config.tokens_per_step,
+                "block_size": run.config.block_size,
+                "steps": run.config.steps,
+                "tokens": estimate.tokens,
+                "operations": estimate.operations,
+                "gpu_hours": estimate.gpu_hours,
+                "memory_bytes": estimate.memory_bytes,
+                "disk_bytes": estimate.disk_bytes,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def finished_runs(
+    scale: Scale, root: Path
+) -> dict[tuple[str, str], dict[str, dict[int, RunFolder]]]:
+    """The finished runs of a scale by (condition, corpus label), variant and seed."""
+    found: dict[tuple[str, str], dict[str, dict[int, RunFolder]]] = defaultdict(dict)
+    for summary in sorted((root / scale.name).glob("*/*/summary.json")):
+        folder = RunFolder(summary.parent)
+        condition, _, corpus = summary.parts[-3].partition("-")
+        name = str(folder.config.attention)
+        found[condition, corpus].setdefault(name, {})[folder.config.seed] = folder
+    return dict(found)
+
+
+def _places(folders: Sequence[RunFolder]) -> dict[Path, list[RunFolder]]:
+    places: dict[Path, list[RunFolder]] = defaultdict(list)
+    for folder in folders:
+        places[folder.path.parent].append(folder)
+    return dict(places)

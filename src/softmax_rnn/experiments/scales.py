@@ -1,0 +1,67 @@
+"""The scales an experiment runs at: a laptop, one GPU, the paper's cluster."""
+
+from __future__ import annotations
+
+from softmax_rnn.experiments.plan import Corpus, Scale
+from softmax_rnn.training.config import PRESETS
+
+# Test share and tokenizer of the paper; SlimPajama has a test split of its own.
+_PILE = Corpus("pile", "The Pile", {"corpus": "hf:gmongaras/EleutherAI_the_pile_deduplicated"})
+_SLIMPAJAMA = Corpus(
+    "slimpajama", "SlimPajama", {"corpus": "hf:gmongaras/SlimPajama-627B_Reupload"}
+)
+_FINEWEB = Corpus("fineweb", "FineWeb", {"corpus": "hf:HuggingFaceFW/fineweb@CC-MAIN-2024-51"})
+_WEB = {"pile": _PILE, "slimpajama": _SLIMPAJAMA, "fineweb": _FINEWEB}
+# Without a network there is one corpus, and it stands for all three.
+_STDLIB = Corpus("stdlib", "Python's standard library", {"corpus": "stdlib"})
+
+_LONG = {"block_size": 4096}
+
+SCALES: dict[str, Scale] = {
+    scale.name: scale
+    for scale in (
+        Scale(
+            "demo",
+            "a byte model of 0.7 M parameters on a laptop: minutes a run",
+            PRESETS["demo"],
+            {
+                "base": {},
+                "large": {"hidden_size": 192, "intermediate_size": 384, "num_heads": 6},
+                "long": {"block_size": 1024, "batch_size": 1},
+            },
+            dict.fromkeys(_WEB, _STDLIB),
+        ),
+        Scale(
+            "small",
+            "the paper's small model for 5,000 steps: hours a run on one GPU",
+            {
+                **PRESETS["small"],
+                "steps": 5_000,
+                "schedule_steps": None,
+                "warmup_steps": 500,
+                "evaluate_every": 500,
+                "save_every": 500,
+            },
+            {
+                "base": {},
+                "large": {"num_layers": 40},
+                "long": _LONG,
+            },
+            _WEB,
+        ),
+        Scale(
+            "paper",
+            "appendix D, with the schedule that the authors' code runs (decay over 1,000,000)",
+            PRESETS["small"],
+            {"base": {}, "large": PRESETS["large"], "long": _LONG},
+            _WEB,
+        ),
+        Scale(
+            "paper-list",
+            "appendix D to the letter: the rate decays to zero at step 100,000",
+            {**PRESETS["small"], "schedule_steps": None},
+            {"base": {}, "large": {**PRESETS["large"], "schedule_steps": None}, "long": _LONG},
+            _WEB,
+        ),
+    )
+}

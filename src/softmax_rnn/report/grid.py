@@ -1,0 +1,103 @@
+"""The paper's figures in its own arrangement: a column a panel, test above train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from softmax_rnn.report.curves import curves, seed_interval
+from softmax_rnn.report.figure import TITLES, log_limits, panel
+from softmax_rnn.report.style import LOOK, style
+from softmax_rnn.training.folder import RunFolder
+
+
+class Column(NamedTuple):
+    """A panel of a figure and its finished runs."""
+
+    title: str
+    runs: Sequence[RunFolder]
+
+
+def draw_curves(columns: Sequence[Column], title: str, stem: Path, large: bool) -> list[Path]:
+    """Loss against tokens, a column a panel, test above train; writes PNG and SVG."""
+    unit = (6.0, 4.2) if large else (4.2, 3.0)
+    with mpl.rc_context(LOOK):
+        size = (unit[0] * len(columns), unit[1] * len(TITLES) + 0.4)
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(len(TITLES), len(columns), squeeze=False, sharex="col")
+        for place, column in enumerate(columns):
+            drawn = {split: curves(column.runs, split) for split in TITLES}
+            limits = log_limits([line for lines in drawn.values() for line in lines])
+            for row, (split, lines) in enumerate(drawn.items()):
+                ax = axes[row, place]
+                panel(ax, lines, f"{column.title}: {TITLES[split].lower()}")
+                ax.set_ylim(*limits)
+                ax.legend(frameon=False, fontsize="x-small", title="final loss")
+            axes[0, place].set_xlabel("")
+        for row in axes[:, 0]:
+            row.set_ylabel("nats per token (log scale)")
+        figure.suptitle(title)
+        return _save(figure, stem)
+
+
+def draw_orders(columns: Sequence[Column], title: str, stem: Path) -> list[Path]:
+    """Final training and test loss against the highest power; softmax's as a line; PNG and SVG."""
+    with mpl.rc_context(LOOK):
+        figure = Figure(figsize=(9.0, 3.8), layout="constrained")
+        axes = figure.subplots(1, 2)
+        for ax, (quantity, name) in zip(
+            axes, (("train_loss", "Train loss"), ("test_loss", "Test loss")), strict=True
+        ):
+            for column in columns:
+                _orders(ax, column, quantity)
+            ax.set_title(name)
+            ax.set_xlabel("highest power n")
+            ax.set_yscale("log")
+            ax.yaxis.set_major_formatter("{x:g}")
+            ax.yaxis.set_minor_formatter("{x:g}")
+            ax.grid(alpha=0.3, linewidth=0.5)
+        axes[0].set_ylabel("nats per token (log scale)")
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper")
+        figure.suptitle(title)
+        return _save(figure, stem)
+
+
+def _orders(ax: Axes, column: Column, quantity: str) -> None:
+    """One series' losses over its orders, with their intervals over seeds."""
+    by_order: dict[str, list[float]] = {}
+    for run in column.runs:
+        order = str(run.config.attention).partition(":")[2]
+        by_order.setdefault(order, []).append(run.summary[quantity])
+    look = style(column.title)
+    if set(by_order) == {""}:  # not a family of orders
+        ax.axhline(float(np.mean(by_order[""])), color=look.color, label=column.title)
+        return
+    orders = sorted(by_order, key=int)
+    stats = [seed_interval(np.array(by_order[order])) for order in orders]
+    means = [mean for mean, _, _ in stats]
+    spread = [[mean - low for mean, low, _ in stats], [high - mean for mean, _, high in stats]]
+    ax.errorbar(
+        [int(order) for order in orders],
+        means,
+        yerr=spread,
+        color=look.color,
+        linestyle=look.dashes,
+        marker="o",
+        markersize=3,
+        capsize=2,
+        label=column.title,
+    )
+
+
+def _save(figure: Figure, stem: Path) -> list[Path]:
+    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
+    for path in paths:
+        figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else {})
+    return paths

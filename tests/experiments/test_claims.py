@@ -1,0 +1,113 @@
+"""Verdicts from made-up runs, where the truth is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from made_up import made_up
+from softmax_rnn.experiments.claims import CLAIMS, Check, examine, judge, verdict_table
+from softmax_rnn.experiments.figures import FIGURES
+from softmax_rnn.report.statistics import loss_spikes
+from softmax_rnn.training.folder import RunFolder, append_row
+from softmax_rnn.variants import resolve
+
+
+def runs_of(
+    root: Path, losses: dict[str, float], seeds: int = 3
+) -> dict[str, dict[int, RunFolder]]:
+    return {
+        name: {seed: made_up(root, name, seed, loss) for seed in range(seeds)}
+        for name, loss in losses.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("check", "loss", "outcome"),
+    [
+        (Check("norm", "equal", "softmax", 0.03), 1.505, "holds"),
+        (Check("norm", "equal", "softmax", 0.03), 1.60, "fails"),
+        (Check("norm", "equal", "softmax", 0.0051), 1.505, "undecided"),
+        (Check("norm", "worse", "softmax", 0.05), 1.60, "holds"),
+        (Check("norm", "worse", "softmax", 0.05), 1.52, "fails"),
+        (Check("norm", "better", "softmax"), 1.40, "holds"),
+        (Check("norm", "better", "softmax"), 1.60, "fails"),
+        (Check("norm", "slightly worse", "softmax", 0.1), 1.55, "holds"),
+        (Check("norm", "slightly worse", "softmax", 0.1), 1.70, "fails"),
+        (Check("norm", "slightly worse", "softmax", 0.1), 1.40, "fails"),
+        (Check("norm", "worse", "gate", 0.05), 1.60, "not run"),
+    ],
+)
+def test_a_check(check: Check, loss: float, outcome: str, tmp_path: Path) -> None:
+    finding = examine(check, runs_of(tmp_path, {"softmax": 1.5, "norm": loss}), "base, stdlib")
+    assert finding.outcome == outcome
+    assert finding.seeds == (0 if outcome == "not run" else 3)
+    if finding.difference is not None:
+        assert finding.difference.mean == pytest.approx(loss - 1.5, abs=0.01)
+
+
+def test_spikes_are_counted(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, {"softmax": 1.5, "gate": 1.5})
+    for seed, folder in runs["gate"].items():
+        for step in range(210, 300, 10):
+            append_row(folder.metrics_file, {"step": step, "loss": 9.0 if step == 250 else 1.5})
+        assert loss_spikes(folder.metrics.loss) == 1, seed
+    check = Check("gate", "spikier", "softmax")
+    assert examine(check, runs, "").spikes == (3, 0)
+    assert examine(check, runs, "").outcome == "holds"
+    assert examine(Check("softmax", "spikier", "gate"), runs, "").outcome == "fails"
+    assert examine(Check("softmax", "spikier", "softmax"), runs, "").outcome == "undecided"
+
+
+def test_noise_and_descent_are_no_spikes() -> None:
+    draw = np.random.default_rng(0)
+    steps = np.arange(400)
+    falling = 5 * np.exp(-steps / 60) + 1.5 + 0.05 * draw.standard_normal(400)
+    assert loss_spikes(pd.Series(falling)) == 0
+    falling[[200, 201, 300]] += 1.0  # two rows of one spike, and another
+    assert loss_spikes(pd.Series(falling)) == 2
+
+
+def test_verdicts_of_a_world_as_the_paper_says(tmp_path: Path) -> None:
+    losses = {"softmax": 1.5, "norm": 1.503, "gate": 1.55}
+    losses |= {"linear_elu": 2.0, "linear_relu": 2.0, "linear_cosine": 1.9}
+    losses |= {"taylor:0": 2.5, "taylor:1": 2.0, "taylor:2": 1.8, "taylor:4": 1.6}
+    losses |= {"taylor:10": 1.505, "detached": 1.9, "clamped": 1.5}
+    verdicts = {v.claim.number: v for v in judge({("base", "stdlib"): runs_of(tmp_path, losses)})}
+    assert verdicts[1].outcome == "holds"
+    assert verdicts[3].outcome == "not run"
+    assert verdicts[4].outcome == "holds"
+    assert verdicts[5].outcome == "holds"
+    assert verdicts[6].outcome == "not run"
+    assert verdicts[7].outcome == "holds"
+    assert verdicts[2].outcome == "undecided"  # no spike in any run decides nothing
+    table = verdict_table(list(verdicts.values()))
+    assert list(table.claim.unique()) == list(range(1, 12))
+    assert table[table.claim == 4].low.min() > 0.05
+    del losses["taylor:2"]
+    assert judge({})[0].outcome == "not run"
+
+
+def test_one_failure_fails_a_claim(tmp_path: Path) -> None:
+    losses = {"softmax": 1.5, "norm": 1.5, "gate": 1.5}
+    losses |= {"linear_elu": 2.0, "linear_relu": 2.0, "linear_cosine": 1.5}
+    verdicts = judge({("base", "stdlib"): runs_of(tmp_path, losses)})
+    assert verdicts[3].outcome == "fails"
+
+
+def test_every_check_is_answered_by_the_runs_of_its_figures() -> None:
+    for claim in CLAIMS:
+        for check in claim.checks:
+            for name in claim.figures:
+                there = {v for panel in FIGURES[name].panels for v in panel.variants}
+                assert {check.variant, check.other} <= there, (claim.number, check, name)
+
+
+def test_every_figure_names_variants_that_exist() -> None:
+    for experiment in FIGURES.values():
+        for panel in experiment.panels:
+            for variant in panel.variants:
+                resolve(variant)

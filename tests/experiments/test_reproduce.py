@@ -1,0 +1,108 @@
+"""Figures as data: their plans, their costs, and one made whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from made_up import made_up
+from softmax_rnn.experiments.costs import cost
+from softmax_rnn.experiments.figures import FIGURES
+from softmax_rnn.experiments.plan import planned
+from softmax_rnn.experiments.reproduce import draw, finished_runs, plan_table, reproduce
+from softmax_rnn.experiments.scales import SCALES
+from softmax_rnn.training import RunConfig
+from tiny import TINY
+
+
+def test_figure2_at_the_papers_scale_is_appendix_d() -> None:
+    table = plan_table("figure2", "paper", Path("runs"), "A100-80GB")
+    assert len(table) == 9
+    assert (table.parameters / 1e6).round().isin([275, 276]).all()
+    assert (table.tokens_per_step == 36 * 1024).all()
+    assert (table.steps == 100_000).all()
+    assert not table.finished.any()
+    run = planned(FIGURES["figure2"], SCALES["paper"], Path("runs"), (0,))[1].config
+    assert (run.attention, run.learning_rate, run.warmup, run.horizon) == (
+        "norm",
+        1e-4,
+        10_000,
+        1_000_000,
+    )
+    listed = planned(FIGURES["figure2"], SCALES["paper-list"], Path("runs"), (0,))[0].config
+    assert listed.horizon == 100_000
+    assert run.corpus == "hf:gmongaras/EleutherAI_the_pile_deduplicated"
+
+
+def test_figure3_is_larger_and_longer() -> None:
+    table = plan_table("figure3", "paper", Path("runs"), "H200")
+    assert sorted(set((table.parameters / 1e7).round())) == [28, 208, 209]
+    assert sorted(set(table.block_size)) == [1024, 4096]
+
+
+@pytest.mark.parametrize(("figure", "runs"), [("figure4", 6), ("figure5", 29), ("figure6", 17)])
+def test_runs_are_shared_and_planned_once(figure: str, runs: int) -> None:
+    plan = planned(FIGURES[figure], SCALES["demo"], Path("runs"), (0, 1))
+    assert len(plan) == 2 * runs
+    assert len({run.folder.path for run in plan}) == len(plan)
+    assert {run.folder.path.parent for run in plan} == {Path("runs/demo/base-stdlib")}
+
+
+def test_corpora_that_are_one_give_one_panel(tmp_path: Path) -> None:
+    plan = planned(FIGURES["figure2"], SCALES["demo"], tmp_path, (0,))
+    assert [run.config.attention for run in plan] == ["softmax", "norm", "gate"]
+
+
+def test_costs_follow_the_sizes() -> None:
+    small, demo = RunConfig.preset("small"), RunConfig()
+    assert cost(small, "A100-80GB").tokens == 36 * 1024 * 100_000
+    # 6 operations a parameter and token, and those of attention.
+    assert cost(small, "H200").operations == pytest.approx(6 * 2.75e8 * 3.69e9, rel=0.1)
+    assert cost(small, "H200").gpu_hours < cost(small, "A100-80GB").gpu_hours
+    assert cost(demo, "H200").parameters == 722_304
+    long = RunConfig.preset("small", block_size=4096, batch_size=9)
+    assert cost(long, "H200").operations > cost(small, "H200").operations
+    lean = RunConfig.preset("small", gradient_checkpointing=True)
+    assert cost(lean, "H200").memory_bytes < cost(small, "H200").memory_bytes
+    with pytest.raises(ValueError, match="Unknown GPU 'H20'. Did you mean 'H200'"):
+        cost(small, "H20")
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Unknown figure 'figure7'. Did you mean"):
+        plan_table("figure7", "demo", tmp_path, "H200")
+    with pytest.raises(ValueError, match="Unknown scale 'papr'. Did you mean 'paper'"):
+        plan_table("figure2", "papr", tmp_path, "H200")
+
+
+@pytest.mark.parametrize("figure", ["figure2", "figure5", "figure6", "figure9"])
+def test_a_figure_is_drawn_from_what_is_finished(figure: str, tmp_path: Path) -> None:
+    scale = SCALES["demo"]
+    for run in planned(FIGURES[figure], scale, tmp_path, (0, 1)):
+        made = made_up(tmp_path / "made", str(run.config.attention), run.config.seed, 1.5)
+        run.folder.path.parent.mkdir(parents=True, exist_ok=True)
+        made.path.rename(run.folder.path)
+    paths = draw(FIGURES[figure], scale, tmp_path, (0, 1))
+    assert [path.name for path in paths] == [f"{figure}.png", f"{figure}.svg"]
+    text = paths[1].read_text()
+    for panel in FIGURES[figure].panels:
+        if FIGURES[figure].kind == "orders":
+            assert panel.title in text
+        for variant in panel.variants if FIGURES[figure].kind == "curves" else ():
+            assert variant in text
+    found = finished_runs(scale, tmp_path)
+    assert set(found) == {("base", "stdlib")}
+    assert set(found["base", "stdlib"]["softmax"]) == {0, 1}
+
+
+def test_reproduce_runs_what_is_missing_and_draws(texts: Path, tmp_path: Path) -> None:
+    fields = {**TINY, "corpus": str(texts)}
+    console = Console(quiet=True)
+    made = reproduce("figure2", "demo", tmp_path, seeds=[0], fields=fields, console=console)
+    assert {path.name for path in made} >= {"figure2.png", "figure2.svg", "report.html"}
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("summary.json")}
+    assert len(before) == 3
+    reproduce("figure2", "demo", tmp_path, seeds=[0], fields=fields, console=console)
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("summary.json")}
