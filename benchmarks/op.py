@@ -45,7 +45,7 @@ class Expectation:
     at_most: float
 
 
-# Time ratios on a CPU, forward and backward; see docs/performance.md.
+# Time ratios on a CPU, forward and backward.
 EXPECTED = (
     Expectation("time", "norm", "sdpa", 1024, 1.4),
     Expectation("time", "norm", "sdpa", 2048, 1.4),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 import softmax_rnn
-from softmax_rnn import cli
+from softmax_rnn import commands
 from softmax_rnn.cli import main
 from softmax_rnn.training import RunConfig
 from tiny import TINY
@@ -44,6 +45,47 @@ def test_train(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (tmp_path / "again" / "config.yaml").read_text() == config.read_text()
 
 
+def test_train_then_generate_then_analyze(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(["train", "--attention", "taylor:2", *options(texts, out)]) == 0
+    capsys.readouterr()
+    assert main(["generate", str(out), "--prompt", "state ", "--max-new-tokens", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("state ")
+    assert "cache: recurrent; recurrent cache" in shown
+    assert main(["analyze", str(out), "--blocks", "2", "--order", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "by the bound" in shown
+    for name in ("analysis.png", "analysis.svg", "analysis_heads.csv", "analysis_powers.csv"):
+        assert (out / name).stat().st_size > 0
+
+
+def test_reproduce_dry_run_and_claims(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reproduce", "figure2", "--scale", "paper", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("275.3 M") == 6
+    assert "36 x 1024" in shown
+    assert "9 to run" in shown
+    fields = [f"{key}={value}" for key, value in {**TINY, "corpus": texts}.items()]
+    for attention in ("softmax", "norm"):
+        where = tmp_path / "demo" / "base-stdlib" / f"{attention}-seed0"
+        assert main(["train", "--attention", attention, *options(texts, where)]) == 0
+    capsys.readouterr()
+    assert main(["claims", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "1. Norm's loss equals softmax's." in shown
+    assert "norm equal to softmax within 0.03" in shown
+    claims = json.loads((tmp_path / "demo" / "claims.json").read_text())
+    assert {row["claim"] for row in claims} == set(range(1, 12))
+    there = ["reproduce", "figure2", "--out", str(tmp_path), "--dry-run", "--with", *fields]
+    assert main(there) == 0
+    assert capsys.readouterr().out.count("finished") == 2
+
+
 def test_variants(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["variants"]) == 0
     assert "denominator=none, norm=l2" in capsys.readouterr().out
@@ -64,6 +106,14 @@ def test_variants(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--corpus", "no/such/*.txt"], "No file matches the corpus 'no/such/*.txt'"),
         (["train", "--config", "no_such.yaml"], "no_such.yaml"),
         (["report", "no/such"], "There is no folder no/such"),
+        (["reproduce", "figure7"], "Unknown figure 'figure7'. Did you mean 'figure"),
+        (["reproduce", "figure4", "--scale", "papr"], "Did you mean 'paper'?"),
+        (["reproduce", "figure4", "--dry-run", "--gpu", "H20"], "Did you mean 'H200'?"),
+        (["reproduce", "figure4", "--with", "steps"], "KEY=VALUE words, not 'steps'"),
+        (["reproduce", "figure4", "--with", "stepz=3"], "Did you mean 'steps'?"),
+        (["claims", "no/such"], "No finished run of scale 'demo' in no/such"),
+        (["generate", "no/such", "--prompt", "a"], "no/such holds no model"),
+        (["analyze", "no/such"], "no/such"),
         (["trian"], "Did you mean 'train'?"),
     ],
 )
@@ -99,7 +149,7 @@ def test_the_preset_of_a_config_file_is_honoured(
         seen.append(config)
         raise OverflowError("far too large")
 
-    monkeypatch.setattr(cli, "train", stop)
+    monkeypatch.setattr(commands, "train", stop)
     file = tmp_path / "config.yaml"
     file.write_text("preset: small\nsteps: 20_000\n")
     assert main(["train", "--config", str(file), "--seed", "3"]) == 1
@@ -129,7 +179,7 @@ def test_what_the_machine_cannot_do_is_told_in_a_line(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "train", fail)
+    monkeypatch.setattr(commands, "train", fail)
     assert main(["train", "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"error: {told}\n"
 
@@ -153,7 +203,7 @@ def test_stopping_is_told_in_a_line(
         raise KeyboardInterrupt
 
     for name in ("train", "run_all"):
-        monkeypatch.setattr(cli, name, interrupt)
+        monkeypatch.setattr(commands, name, interrupt)
     assert main([*words, "--out", str(tmp_path / "run")]) == 130
     assert capsys.readouterr().err == told
 

@@ -79,6 +79,26 @@ class Attention(nn.Module):
         if self.length_logit is not None:
             nn.init.constant_(self.length_logit, 0.5)
 
+    def project(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated q [B, H, T, D] and k, and the (gated) v [B, Hkv, T, D], of [B, T, hidden_size].
+
+        The input gate is applied here, so that a cache holds what the numerator needs.
+        """
+        heads_of = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (
+            project(hidden_states).view(heads_of).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if position_embeddings is not None:
+            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+            q, k = q.to(v.dtype), k.to(v.dtype)  # autocast leaves the rotation in float32
+        if self.input_gate is not None:
+            gate = self.input_gate(hidden_states).sigmoid().transpose(1, 2)
+            v = v * gate.unsqueeze(-1).to(v.dtype)
+        return q, k, v
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -101,18 +121,7 @@ class Attention(nn.Module):
         Returns:
             The output [B, T, hidden_size], and ``None`` where others return weights.
         """
-        heads_of = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k, v = (
-            project(hidden_states).view(heads_of).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if position_embeddings is not None:
-            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-            q, k = q.to(v.dtype), k.to(v.dtype)  # autocast leaves the rotation in float32
-        if self.input_gate is not None:
-            # Gated here, so that a cache holds what the numerator needs.
-            gate = self.input_gate(hidden_states).sigmoid().transpose(1, 2)
-            v = v * gate.unsqueeze(-1).to(v.dtype)
+        q, k, v = self.project(hidden_states, position_embeddings)
         output_gate = None
         if self.output_gate is not None:
             output_gate = self.output_gate(hidden_states).sigmoid().transpose(1, 2)

@@ -92,7 +92,7 @@ def test_a_figure_is_drawn_from_what_is_finished(figure: str, tmp_path: Path) ->
             assert panel.title in text
         for variant in panel.variants if FIGURES[figure].kind == "curves" else ():
             assert variant in text
-    found = finished_runs(scale, tmp_path)
+    found = finished_runs("demo", tmp_path)
     assert set(found) == {("base", "stdlib")}
     assert set(found["base", "stdlib"]["softmax"]) == {0, 1}
 

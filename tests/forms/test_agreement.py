@@ -104,7 +104,7 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
         series=series,
         order=None if series == "exp" else draw(st.integers(0, 6)),
         clamp=draw(st.none() | st.floats(0.1, 3.0)),
-        scale=draw(st.none() | st.floats(0.1, 1.0)),
+        scale=draw(st.none() | st.floats(0.1, 1.0) | st.floats(-1.0, -0.1)),
         denominator=denominator,
         input_gate=draw(st.booleans()),
         output_gate=draw(st.sampled_from(["none", "before_norm", "after_norm"])),
@@ -187,3 +187,13 @@ def test_memory_of_the_blocked_form_is_linear() -> None:
             case.run(sr.attention, torch.float32, form="blocked")
         largest[length] = max(event.cpu_memory_usage for event in profile.events())
     assert largest[2048] <= 4.5 * largest[512]
+
+
+@pytest.mark.parametrize("name", ["softmax", "norm", "softmax_plus_one", "taylor:2", "gate"])
+def test_negative_scales(name: str) -> None:
+    """A fused kernel multiplies its mask of minus infinities by the scale."""
+    spec = sr.variant("taylor", order=2) if ":" in name else sr.variant(name)
+    case = make_case(dataclasses.replace(spec, scale=-0.3), shape=Shape(queries=30, keys=30))
+    expected = case.run(sr.attention, form="dense")
+    for form in case.forms:
+        assert_close(case.run(sr.attention, form=form), expected, 1e-10, form)

@@ -8,13 +8,16 @@ do, and fails when one does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
+from rich import box
+from rich.markup import escape
+from rich.table import Table
 
 from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.experiments.figures.figure4 import LINEAR
@@ -274,25 +277,62 @@ _DECIDE: dict[str, Callable[[Difference, Difference, float], Outcome]] = {
 }
 
 
-def verdict_table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
-    """One row a finding: claim, outcome, check, where, seeds, difference, low, high, spikes."""
-    rows = []
+def verdict_table(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """One row a finding, as plain data; numbers that are not there, or not finite, are ``None``."""
+    return [
+        {
+            "claim": verdict.claim.number,
+            "text": verdict.claim.text,
+            "verdict": verdict.outcome,
+            "check": str(finding.check),
+            "where": finding.where,
+            "outcome": finding.outcome,
+            "seeds": finding.seeds,
+            **_numbers(finding.difference),
+            "spikes": finding.spikes,
+        }
+        for verdict in verdicts
+        for finding in verdict.findings
+    ]
+
+
+def _numbers(difference: Difference | None) -> dict[str, float | None]:
+    if difference is None:
+        return dict.fromkeys(("difference", "low", "high"))
+    values = {"difference": difference.mean, "low": difference.low, "high": difference.high}
+    return {key: value if math.isfinite(value) else None for key, value in values.items()}
+
+
+_COLORS = {"holds": "green", "fails": "red", "undecided": "yellow", "not run": "dim"}
+
+
+def rich_verdicts(verdicts: Sequence[Verdict]) -> Table:
+    """The verdicts for the terminal: a claim, and below it what each check found."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("claim", "verdict", "difference [95% interval]", "seeds", "where"):
+        right = column in ("difference [95% interval]", "seeds")
+        table.add_column(column, justify="right" if right else "left", no_wrap=True)
     for verdict in verdicts:
-        for finding in verdict.findings:
-            difference = finding.difference
-            rows.append(
-                {
-                    "claim": verdict.claim.number,
-                    "text": verdict.claim.text,
-                    "verdict": verdict.outcome,
-                    "check": str(finding.check),
-                    "where": finding.where,
-                    "outcome": finding.outcome,
-                    "seeds": finding.seeds,
-                    "difference": None if difference is None else difference.mean,
-                    "low": None if difference is None else difference.low,
-                    "high": None if difference is None else difference.high,
-                    "spikes": None if finding.spikes is None else "{} / {}".format(*finding.spikes),
-                }
+        table.add_row(
+            f"[bold]{verdict.claim.number:2}. {verdict.claim.text}[/bold]",
+            _colored(verdict.outcome),
+        )
+        for finding in verdict.findings if verdict.outcome != "not run" else ():
+            found = finding.difference
+            numbers = (
+                "" if found is None else f"{found.mean:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
             )
-    return pd.DataFrame(rows)
+            if finding.spikes is not None:
+                numbers = "{} and {} spikes".format(*finding.spikes)
+            table.add_row(
+                f"      {finding.check}",
+                _colored(finding.outcome),
+                escape(numbers),
+                str(finding.seeds or ""),
+                finding.where,
+            )
+    return table
+
+
+def _colored(outcome: Outcome) -> str:
+    return f"[{_COLORS[outcome]}]{outcome}[/]"

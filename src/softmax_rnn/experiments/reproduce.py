@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from softmax_rnn.experiments.compare import run_all
-from softmax_rnn.experiments.costs import cost
+from softmax_rnn.experiments.costs import UTILISATION, cost
 from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.experiments.plan import Experiment, Scale, by_name, planned
 from softmax_rnn.experiments.scales import SCALES
@@ -108,12 +110,45 @@ def plan_table(
     return pd.DataFrame(rows)
 
 
-def finished_runs(
-    scale: Scale, root: Path
-) -> dict[tuple[str, str], dict[str, dict[int, RunFolder]]]:
+def rich_plan(plan: pd.DataFrame, gpu: str) -> Table:
+    """The plan for the terminal, with the total below."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    table.title = f"{len(plan)} runs; hours on one {gpu} at {UTILISATION:.0%} of its peak"
+    columns = ("run", "parameters", "tokens/step", "steps", "tokens", "FLOPs", "GPU hours")
+    for column in (*columns, "memory", "disk", ""):
+        table.add_column(column, justify="left" if column in ("run", "") else "right", no_wrap=True)
+    for row in plan.to_dict("records"):
+        table.add_row(
+            row["run"],
+            f"{row['parameters'] / 1e6:,.1f} M",
+            f"{row['tokens_per_step'] // row['block_size']} x {row['block_size']}",
+            f"{row['steps']:,}",
+            f"{row['tokens'] / 1e9:,.4g} B",
+            f"{row['operations']:.2e}",
+            f"{row['gpu_hours']:,.4g}",
+            f"{row['memory_bytes'] / 2**30:,.1f} GiB",
+            f"{row['disk_bytes'] / 2**30:,.2f} GiB",
+            "finished" if row["finished"] else "",
+        )
+    missing = plan[~plan.finished]
+    table.add_section()
+    table.add_row(
+        f"{len(missing)} to run",
+        *[""] * 3,
+        f"{missing.tokens.sum() / 1e9:,.4g} B",
+        f"{missing.operations.sum():.2e}",
+        f"{missing.gpu_hours.sum():,.4g}",
+        "",
+        f"{missing.disk_bytes.sum() / 2**30:,.2f} GiB",
+    )
+    return table
+
+
+def finished_runs(scale: str, root: Path) -> dict[tuple[str, str], dict[str, dict[int, RunFolder]]]:
     """The finished runs of a scale by (condition, corpus label), variant and seed."""
+    at = by_name("scale", scale, SCALES)
     found: dict[tuple[str, str], dict[str, dict[int, RunFolder]]] = defaultdict(dict)
-    for summary in sorted((root / scale.name).glob("*/*/summary.json")):
+    for summary in sorted((root / at.name).glob("*/*/summary.json")):
         folder = RunFolder(summary.parent)
         condition, _, corpus = summary.parts[-3].partition("-")
         name = str(folder.config.attention)

@@ -38,6 +38,8 @@ def fused(
     """As :func:`softmax_rnn.forms.dense.dense`, on the fused kernels; never overflows."""
     queries, keys, width = q.shape[-2], k.shape[-2], v.shape[-1]
     scale = spec.score_scale(q.shape[-1])
+    if scale < 0:  # the kernels multiply the mask by it too
+        q, scale = -q, -scale
     if queries == 1 and causal:
         causal = False  # the one query is aligned to the last key: it sees all
     if causal and (mask is not None or queries != keys):

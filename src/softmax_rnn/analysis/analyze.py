@@ -1,0 +1,297 @@
+"""Which powers of exp's series the heads of a trained model use, measured on text.
+
+Softmax attention is a sum of RNNs, one a power of the score (section 3.1 of "On the Expressiveness
+of Softmax Attention: A Recurrent Neural Network Perspective", Mongaras and Larson, 2025); its
+figure 5 adds the powers one by one in training. This module asks a trained head how large each
+power's term is on real text, and how many of them its output needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from rich import box
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from softmax_rnn.analysis.terms import PERCENTILE, LayerTerms
+from softmax_rnn.data import TokenBlocks
+from softmax_rnn.files import write_json, write_text
+from softmax_rnn.generation import model_folder
+from softmax_rnn.layer import Attention
+from softmax_rnn.spec import AttentionSpec
+from softmax_rnn.training import RunConfig
+from softmax_rnn.training.folder import RunFolder
+from softmax_rnn.training.run import load_corpus
+
+MAX_ORDER = 128  # the highest order tried for a head, unless another is given
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What :func:`analyze` measured.
+
+    Attributes:
+        heads: a row a layer and head: ``layer``, ``head``, ``max_score`` (the largest |s|),
+            ``p99_score`` (99th percentile of |s|), ``mean_score`` (mean of s), ``order_needed``
+            (the lowest order whose mean ``error`` is within the tolerance; missing if none up to
+            ``max_order`` is) and ``order_bound`` (``order_for(tolerance, max_score)``: the order
+            that keeps every weight within the tolerance of exp, which is less than the output's
+            where all weights of a row are small; missing beyond a score of 700).
+        powers: a row a layer, head and power: ``layer``, ``head``, ``power`` n, ``term`` (mean of
+            |s|^n / n! over visible pairs), ``share`` (of the same mean of exp(|s|), the sum of all
+            powers without end: the few largest scores rule it) and ``log10_share``,
+            ``pair_share`` (mean over pairs of |s|^n / n! / exp(|s|): every pair counts alike),
+            ``numerator`` (mean over rows of ||sum_s s^n/n! v_s|| / ||sum_s exp(s) v_s||),
+            ``error`` (mean over rows of the relative L2 error of Taylor attention of order n
+            against softmax).
+        spec: the attention of the model.
+        order: the highest power in ``powers``.
+        tolerance: of the relative error, and of the bound.
+        max_order: the highest order that was tried.
+        tokens: number of tokens measured: rows a head.
+    """
+
+    heads: pd.DataFrame
+    powers: pd.DataFrame
+    spec: AttentionSpec
+    order: int
+    tolerance: float
+    max_order: int
+    tokens: int
+
+    def table(self) -> Table:
+        """For the terminal: a row a head; the powers are their ``pair_share``."""
+        shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        kept = min(self.order, 2)  # the powers that linear attention has, and one more
+        names = [*(f"power {n}" for n in range(kept + 1)), f"{kept + 1} and on"]
+        within = f"order within {self.tolerance:g}"
+        for name in (
+            *("layer", "head", "max |s|", f"{PERCENTILE}% |s|", "mean s"),
+            *names,
+            *(within, "by the bound"),
+        ):
+            shown.add_column(name, justify="right", no_wrap=True)
+        shares = self.powers.pivot_table(
+            index=["layer", "head"], columns="power", values="pair_share"
+        )
+        for head, share in zip(self.heads.to_dict("records"), shares.to_numpy(), strict=True):
+            low = share[: kept + 1]
+            shown.add_row(
+                str(head["layer"]),
+                str(head["head"]),
+                *(f"{head[name]:.2f}" for name in ("max_score", "p99_score", "mean_score")),
+                *(f"{100 * part:.1f}%" for part in (*low, max(0.0, 1 - low.sum()))),
+                _or(head["order_needed"], f"> {self.max_order}"),
+                _or(head["order_bound"], "-"),
+            )
+        return shown
+
+
+def analyze(
+    model: PreTrainedModel,
+    ids: Tensor,
+    *,
+    mask: Tensor | None = None,
+    order: int = 10,
+    tolerance: float = 1e-2,
+    max_order: int = MAX_ORDER,
+    progress: Callable[[float], None] = lambda done: None,
+) -> Analysis:
+    """Measure the powers of exp's series in every head of a model, on text.
+
+    The scores are those that a head really computes, ``s = scale * phi(q_t) . phi(k_s)`` after
+    rotary positions, clamped where its spec clamps; the values are gated where an input gate does.
+    Whatever the head's own series and denominator (Taylor, a single power, a length), the terms
+    are those that *exp's* series of these scores has, and the errors those of Taylor attention of
+    each order, divided by its row sum, against the softmax of these scores.
+
+    Scores are computed in float32 (float64 for such a model), everything that follows in float64.
+    Its sums resolve rows whose largest score is above about -16; a row far below has no order that
+    computes it, here or anywhere.
+
+    Args:
+        model: a model of this package; any with :class:`softmax_rnn.layer.Attention` modules.
+        ids: token ids [N, T].
+        mask: [N, T], 0 where a token is padding, which is neither query nor key; ``None`` if none
+            is.
+        order: the highest power to report.
+        tolerance: the relative error that ``order_needed`` stays within.
+        max_order: the highest order to try (``order``, if that is higher).
+        progress: called with the share of the work that is done.
+
+    Raises:
+        ValueError: ids, mask or options that do not fit, naming what would; a model without such
+            attention.
+        FloatingPointError: a score that is not finite.
+    """
+    layers = {name: part for name, part in model.named_modules() if isinstance(part, Attention)}
+    if not layers:
+        raise ValueError(
+            f"The model is a {type(model).__name__} without this package's attention; "
+            "softmax_rnn.models.from_llama gives it to a Llama."
+        )
+    ids, shown = _checked(ids, mask, model.config.vocab_size)
+    for name, value in (("order", order), ("max_order", max_order)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be an integer >= 0, not {value!r}.")
+    if not 0 < tolerance < math.inf:
+        raise ValueError(f"tolerance must be a finite number > 0, not {tolerance!r}.")
+    max_order = max(order, max_order)
+    lengths = shown.sum(1)
+    pairs = int((lengths * (lengths + 1) // 2).sum())
+    found = [LayerTerms(name, layer, order, max_order, pairs) for name, layer in layers.items()]
+
+    def visit(layer: LayerTerms, index: int, place: int) -> Callable[..., None]:
+        def hook(_: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+            hidden = args[0] if args else given["hidden_states"]
+            positions = args[1] if len(args) > 1 else given.get("position_embeddings")
+            layer.add(hidden, positions, shown[index].to(hidden.device))
+            progress((index * len(found) + place + 1) / (len(ids) * len(found)))
+
+        return hook
+
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for index in range(len(ids)):
+                hooks = [
+                    layer.module.register_forward_pre_hook(
+                        visit(layer, index, place), with_kwargs=True
+                    )
+                    for place, layer in enumerate(found)
+                ]
+                try:
+                    # One sequence at a time, and no logits: memory is that of one block's scores.
+                    model.base_model(
+                        input_ids=ids[index : index + 1].to(model.device),
+                        attention_mask=shown[index : index + 1].to(model.device, torch.long),
+                        use_cache=False,
+                    )
+                finally:
+                    for hook in hooks:
+                        hook.remove()
+    finally:
+        model.train(was_training)
+    tokens = int(lengths.sum())
+    frames = [layer.frames(index, tokens, tolerance) for index, layer in enumerate(found)]
+    return Analysis(
+        heads=pd.concat([heads for heads, _ in frames], ignore_index=True),
+        powers=pd.concat([powers for _, powers in frames], ignore_index=True),
+        spec=found[0].module.spec,
+        order=order,
+        tolerance=tolerance,
+        max_order=max_order,
+        tokens=tokens,
+    )
+
+
+def analyze_checkpoint(
+    path: Path,
+    *,
+    blocks: int = 16,
+    order: int = 10,
+    tolerance: float = 1e-2,
+    max_order: int = MAX_ORDER,
+    corpus: str | None = None,
+) -> Analysis:
+    """As :func:`analyze`, of a saved model on the test split of its run's corpus.
+
+    Args:
+        path: a run's folder (its newest checkpoint is taken), a checkpoint in it, or a saved
+            model's folder.
+        blocks: test blocks to measure on, spread evenly over the split; all if it has fewer.
+        order: the highest power to report.
+        tolerance: the relative error that ``order_needed`` stays within.
+        max_order: the highest order to try.
+        corpus: other text to measure on, as a run takes it; needed for a model outside a run.
+
+    Raises:
+        FileNotFoundError: if there is no model in the folder.
+        ValueError: for options or a corpus that will not do, or a model of another kind.
+    """
+    if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
+        raise ValueError(f"blocks must be an integer >= 1, not {blocks!r}.")
+    folder = model_folder(path)
+    run = next((run for run in map(RunFolder, (path, folder.parent)) if run.exists), None)
+    if run is None and corpus is None:
+        raise ValueError(f"{path} is no run's folder, so it names no corpus: name one.")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if run is not None:
+        config = run.config
+    else:
+        length = model.config.max_position_embeddings
+        config = RunConfig(tokenizer=str(folder), block_size=length)
+    if corpus is not None:
+        config = dataclasses.replace(config, corpus=corpus)
+    split = TokenBlocks(load_corpus(config), "test", config.block_size).blocks
+    chosen = np.linspace(0, len(split) - 1, min(blocks, len(split))).round().astype(int)
+    ids = torch.from_numpy(split[chosen].astype(np.int64))
+    with Progress(transient=True) as bar:
+        task = bar.add_task(f"Measuring {folder}", total=1.0)
+        return analyze(
+            model,
+            ids,
+            order=order,
+            tolerance=tolerance,
+            max_order=max_order,
+            progress=lambda done: bar.update(task, completed=done),
+        )
+
+
+def write(analysis: Analysis, folder: Path) -> list[Path]:
+    """Write ``analysis_heads.csv``, ``analysis_powers.csv`` and ``analysis.json`` (the settings).
+
+    Args:
+        analysis: what to write.
+        folder: where to; it is made if it is not there.
+
+    Returns:
+        The paths.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"analysis{end}" for end in ("_heads.csv", "_powers.csv", ".json")]
+    write_text(paths[0], analysis.heads.to_csv(index=False))
+    write_text(paths[1], analysis.powers.to_csv(index=False))
+    settings = {name: getattr(analysis, name) for name in ("order", "tolerance", "max_order")}
+    data = {"spec": analysis.spec.to_dict(), **settings, "tokens": analysis.tokens}
+    write_json(paths[2], data)
+    return paths
+
+
+def _checked(ids: Tensor, mask: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """The ids, and which of them are tokens, as booleans [N, T]."""
+    if ids.ndim != 2 or not ids.numel() or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"ids must be integers of shape [N, T], N and T at least 1, not {ids.dtype} of shape "
+            f"{list(ids.shape)}."
+        )
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise ValueError(f"ids must lie in [0, {vocab_size - 1}], the model's; found {bad}.")
+    if mask is None:
+        return ids.long(), torch.ones_like(ids, dtype=torch.bool)
+    if mask.shape != ids.shape:
+        raise ValueError(
+            f"mask must have the shape {list(ids.shape)} of ids, not {list(mask.shape)}."
+        )
+    shown = mask.bool()
+    if not shown.any(1).all():
+        raise ValueError(f"mask hides all of sequence {int((~shown.any(1)).nonzero()[0])}.")
+    return ids.long(), shown
+
+
+def _or(value: Any, otherwise: str) -> str:
+    return otherwise if pd.isna(value) else str(value)

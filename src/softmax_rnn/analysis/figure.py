@@ -1,0 +1,126 @@
+"""The shares of the powers, and the order that each head needs, as a figure."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from softmax_rnn.analysis.analyze import Analysis
+from softmax_rnn.report.style import LOOK
+
+_SHOWN = -6.0  # the figure's lowest log10 share
+_NAMED = 48  # heads that it has room to name
+_BLUE, _VERMILION = "#0072B2", "#D55E00"
+
+
+def draw(analysis: Analysis, folder: Path, *, title: str = "") -> list[Path]:
+    """Write ``analysis.png`` and ``analysis.svg``: shares of the powers, orders needed.
+
+    Args:
+        analysis: what to draw.
+        folder: where to; it is made if it is not there.
+        title: over the figure: which model this is.
+
+    Returns:
+        The paths.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = len(analysis.heads)
+    with mpl.rc_context(LOOK):
+        figure = Figure(figsize=(11.0, min(14.0, max(3.2, 1.9 + 0.2 * rows))), layout="constrained")
+        axes = figure.subplots(1, 3, sharey=True)
+        _draw_shares(figure, axes[:2], analysis)
+        _draw_orders(axes[2], analysis)
+        figure.legend(loc="outside lower right", ncols=3, frameon=False)
+        if title:
+            figure.suptitle(title, fontsize=10)
+        paths = [folder / "analysis.png", folder / "analysis.svg"]
+        for path in paths:
+            _save(figure, path)
+    return paths
+
+
+def _draw_shares(figure: Figure, axes: Sequence[Axes], analysis: Analysis) -> None:
+    """The heat maps: a row a head, a column a power."""
+    layers = analysis.heads["layer"].to_numpy()
+    firsts = np.flatnonzero(np.diff(layers, prepend=-1))
+    with np.errstate(divide="ignore"):  # a head without a power
+        pair_shares = np.log10(analysis.powers["pair_share"].to_numpy())
+    drawn = {
+        "Share in the mean of exp(|s|)": analysis.powers["log10_share"].to_numpy(),
+        "Share in exp(|s|) of a pair, mean": pair_shares,
+    }
+    for ax, (title, shares) in zip(axes, drawn.items(), strict=True):
+        image = ax.imshow(
+            np.maximum(shares, 2 * _SHOWN).reshape(len(layers), -1),
+            aspect="auto",
+            cmap="cividis",
+            vmin=_SHOWN,
+            vmax=0,
+            interpolation="nearest",
+        )
+        ax.set_title(title)
+        ax.set_xlabel("power n: |s|ⁿ/n!")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
+        for first in firsts[1:]:
+            ax.axhline(first - 0.5, color="white", linewidth=1.5)
+    bar = figure.colorbar(image, ax=axes[0], extend="min", location="left", fraction=0.07)
+    bar.set_label("log10 of the share")
+    # Single heads are named while there is room for it.
+    every = len(layers) <= _NAMED
+    ticks = np.arange(len(layers)) if every else firsts
+    names = zip(layers[ticks], analysis.heads["head"].to_numpy()[ticks], strict=True)
+    axes[0].set_yticks(ticks, [f"{layer}.{head}" if every else f"{layer}" for layer, head in names])
+    axes[0].set_ylabel("layer.head" if every else "layer")
+
+
+def _draw_orders(ax: Axes, analysis: Analysis) -> None:
+    """The order that each head needs on this text, and the one that the bound asks for."""
+    heads = analysis.heads
+    rows = np.arange(len(heads))
+    needed = heads["order_needed"].to_numpy(dtype=float, na_value=np.nan)
+    bound = heads["order_bound"].to_numpy(dtype=float, na_value=np.nan)
+    size = 30 if len(rows) <= _NAMED else 10
+    ax.hlines(rows, needed, bound, color="0.7", linewidth=1, zorder=1)
+    ax.scatter(needed, rows, size, color=_BLUE, label="needed on this text", zorder=3)
+    ax.scatter(
+        *(bound, rows, size),
+        marker="D",
+        facecolor="white",
+        edgecolor=_VERMILION,
+        label="by the remainder bound at max |s|",
+        zorder=2,
+    )
+    if (beyond := rows[np.isnan(needed)]).size:
+        at = np.full(len(beyond), analysis.max_order)
+        label = f"more than {analysis.max_order}"
+        ax.scatter(at, beyond, size, marker=">", color=_BLUE, label=label, zorder=3)
+    ax.set_title(f"Order for an error within {analysis.tolerance:g}")
+    ax.set_xlabel("order of the Taylor series")
+    ax.set_xlim(left=0)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.tick_params(labelleft=True)
+    ax.grid(alpha=0.3, linewidth=0.5)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """Save aside, then rename."""
+    drawn = io.BytesIO()
+    metadata = {"Date": None} if path.suffix == ".svg" else {}
+    figure.savefig(drawn, format=path.suffix[1:], dpi=200, metadata=metadata)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_bytes(drawn.getvalue())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -1,0 +1,358 @@
+"""Every statistic of ``analyze`` against loops in float64 over what the layers really compute."""
+
+from __future__ import annotations
+
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import softmax_rnn as sr
+from softmax_rnn import layer as layer_module
+from softmax_rnn.analysis import Analysis, analyze, analyze_checkpoint, draw, terms, write
+from softmax_rnn.data import TokenBlocks
+from softmax_rnn.data.tokenizer import byte_tokenizer
+from softmax_rnn.training import train
+from softmax_rnn.training.run import load_corpus
+from test_modeling import TINY, build
+from tiny import tiny
+
+ORDER, TOLERANCE, MAX_ORDER = 5, 0.03, 40
+IDS = torch.randint(0, 61, (3, 11), generator=torch.Generator().manual_seed(1))
+SPECS: dict[str, object] = {
+    **{name: name for name in ("softmax", "norm", "gate", "both_gates", "taylor:2", "power:3")},
+    **{name: name for name in ("linear_elu", "linear_relu", "linear_cosine")},
+    "low clamp": sr.AttentionSpec(clamp=-0.5).to_dict(),
+    "negative scale": sr.AttentionSpec(feature_map="elu1", scale=-0.3, clamp=9.0).to_dict(),
+}
+
+
+def model_of(attention: object, **fields: object) -> sr.SoftmaxRNNForCausalLM:
+    """A tiny model in float64, with scores of several units."""
+    return build(attention, initializer_range=0.03, **fields).double()
+
+
+def captured(
+    model: sr.SoftmaxRNNForCausalLM, mask: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The q, k, v that each layer hands to ``attention``."""
+    calls = []
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
+        calls.append((q, k, v))
+        return sr.attention(q, k, v, *args, **options)
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(layer_module, "attention", spy)
+        model(input_ids=IDS, attention_mask=mask, use_cache=False)
+    return calls
+
+
+def feature(spec: sr.AttentionSpec, x: Tensor) -> Tensor:
+    return {
+        "identity": lambda: x,
+        "elu1": lambda: torch.where(x > 0, x + 1, x.exp()),
+        "relu": lambda: x.clamp(min=0),
+        "cosine": lambda: x / x.norm(),
+    }[spec.feature_map]()
+
+
+def by_loops(
+    q: Tensor, k: Tensor, v: Tensor, spec: sr.AttentionSpec, head: int, shown: Tensor
+) -> dict[str, Any]:
+    """The statistics of one head."""
+    kv_head = head * k.shape[1] // q.shape[1]
+    scores, numerators, errors = [], [], []
+    for b in range(len(q)):
+        tokens = [t for t in range(q.shape[2]) if shown[b, t]]
+        for t in tokens:
+            row = []
+            for s in (s for s in tokens if s <= t):
+                score = feature(spec, q[b, head, t]) @ feature(spec, k[b, kv_head, s])
+                score = score * (1 / math.sqrt(8) if spec.scale is None else float(spec.scale))
+                if spec.scale is None and spec.feature_map != "identity":
+                    score = score * math.sqrt(8)
+                row.append((min(float(score), spec.clamp or math.inf), v[b, kv_head, s].numpy()))
+            scores += [score for score, _ in row]
+            full = sum(math.exp(score) * value for score, value in row)
+            exact = full / sum(math.exp(score) for score, _ in row)
+            partial, total = np.zeros_like(full), 0.0
+            ratios, misses = [], []
+            for n in range(MAX_ORDER + 1):
+                term = sum(score**n / math.factorial(n) * value for score, value in row)
+                partial = partial + term
+                total += sum(score**n / math.factorial(n) for score, _ in row)
+                definite = n % 2 == 0 or (
+                    spec.feature_map in ("elu1", "relu")
+                    and (spec.scale is None or float(spec.scale) > 0)
+                )
+                guarded = total
+                if not definite and abs(total) < 1e-6:
+                    guarded = math.copysign(1e-6, total)
+                ratios.append(np.linalg.norm(term) / np.linalg.norm(full))
+                misses.append(np.linalg.norm(partial / guarded - exact) / np.linalg.norm(exact))
+            numerators.append(ratios)
+            errors.append(misses)
+    size = np.abs(scores)
+    error = np.mean(errors, axis=0)
+    within = np.flatnonzero(error <= TOLERANCE)
+    terms = [size**n / math.factorial(n) for n in range(ORDER + 1)]
+    return {
+        "max_score": size.max(),
+        "p99_score": np.percentile(size, 99),
+        "mean_score": np.mean(scores),
+        "order_needed": within[0] if len(within) else pd.NA,
+        "order_bound": sr.order_for(TOLERANCE, size.max()),
+        "term": [term.mean() for term in terms],
+        "share": [term.mean() / np.exp(size).mean() for term in terms],
+        "pair_share": [(term / np.exp(size)).mean() for term in terms],
+        "numerator": np.mean(numerators, axis=0)[: ORDER + 1],
+        "error": error[: ORDER + 1],
+    }
+
+
+def check(
+    model: sr.SoftmaxRNNForCausalLM, mask: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> Analysis:
+    found = analyze(model, IDS, mask=mask, order=ORDER, tolerance=TOLERANCE, max_order=MAX_ORDER)
+    shown = torch.ones_like(IDS) if mask is None else mask
+    assert found.tokens == shown.sum()
+    for index, (q, k, v) in enumerate(captured(model, mask, monkeypatch)):
+        for head in range(4):
+            expected = by_loops(q, k, v, model.config.spec, head, shown)
+            here = found.heads.query(f"layer == {index} and head == {head}")
+            powers = found.powers.query(f"layer == {index} and head == {head}")
+            assert len(here) == 1
+            assert list(powers.power) == list(range(ORDER + 1))
+            for name in ("max_score", "p99_score", "mean_score"):
+                np.testing.assert_allclose(here[name], expected[name], rtol=1e-9, err_msg=name)
+            for name in ("order_needed", "order_bound"):
+                value = here[name].iloc[0]
+                assert value is expected[name] or value == expected[name], name
+            for name in ("term", "share", "pair_share", "numerator", "error"):
+                np.testing.assert_allclose(powers[name], expected[name], rtol=1e-7, atol=1e-12)
+            with np.errstate(divide="ignore"):
+                expected_log = np.log10(expected["share"])
+            np.testing.assert_allclose(powers.log10_share, expected_log, atol=1e-9)
+    return found
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_statistic_is_that_of_the_loops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four query heads on two key/value heads; rows in several steps."""
+    monkeypatch.setattr(terms, "_ROWS", 4)
+    model = model_of(SPECS[name])
+    found = check(model, None, monkeypatch)
+    assert found.spec == model.config.spec
+    if name == "softmax":
+        assert found.heads.max_score.min() > 3  # else little was put to the test
+        assert found.heads.order_needed.min() > 3
+
+
+def test_padding_is_neither_query_nor_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = torch.ones_like(IDS)
+    mask[0, :4], mask[1, 7:], mask[2, 0] = 0, 0, 0
+    model = model_of("softmax")
+    masked = check(model, mask, monkeypatch)
+    other = torch.where(mask.bool(), IDS, (IDS + 7) % 61)
+    options = {"order": ORDER, "tolerance": TOLERANCE, "max_order": MAX_ORDER}
+    again = analyze(model, other, mask=mask, **options)
+    pd.testing.assert_frame_equal(masked.powers, again.powers)
+
+
+def test_the_future_is_not_seen() -> None:
+    model, ids = model_of("softmax"), IDS[:1].clone()
+    before = analyze(model, ids[:, :6])
+    ids[:, 6:] = 3
+    shown = torch.ones_like(ids)
+    shown[:, 6:] = 0
+    after = analyze(model, ids, mask=shown)
+    for a, b in ((before.heads, after.heads), (before.powers, after.powers)):
+        pd.testing.assert_frame_equal(a, b)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "taylor:2", "gate"])
+def test_a_float32_model_gives_the_same(attention: str) -> None:
+    model = model_of(attention)
+    exact, found = analyze(model, IDS), analyze(model.float(), IDS)
+    pd.testing.assert_frame_equal(exact.powers, found.powers, rtol=1e-3, atol=1e-6)
+
+
+def test_shares_of_many_powers_add_up_to_one() -> None:
+    powers = analyze(model_of("softmax"), IDS, order=60).powers
+    sums = powers.groupby(["layer", "head"])[["share", "pair_share"]].sum()
+    np.testing.assert_allclose(sums, 1.0, rtol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.45])
+def test_stopping_early_changes_nothing(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where the guard of a row sum acts, on every other order."""
+    errors, frames = [], terms.LayerTerms.frames
+
+    def spy(self: terms.LayerTerms, *args: Any) -> tuple[pd.DataFrame, pd.DataFrame]:
+        errors.append(self.errors / 33)
+        return frames(self, *args)
+
+    monkeypatch.setattr(terms.LayerTerms, "frames", spy)
+    model = model_of(sr.AttentionSpec(feature_map="elu1", scale=scale, clamp=30.0).to_dict())
+    analyze(model, IDS, max_order=101)
+    monkeypatch.setattr(terms, "_NEGLIGIBLE", -1.0)
+    analyze(model, IDS, max_order=101)
+    torch.testing.assert_close(torch.cat(errors[:2]), torch.cat(errors[2:]), rtol=1e-9, atol=1e-12)
+    guarded = (errors[0][:, 100] - errors[0][:, 101]).abs().max() > 1e-3
+    assert guarded == (scale < 0)
+
+
+def test_huge_scores_overflow_nothing() -> None:
+    """Scores of thousands: no order is enough, no bound exists, shares vanish."""
+    found = analyze(build("linear_relu", initializer_range=0.4), IDS, max_order=20)
+    assert found.heads.max_score.max() > 1000
+    large = found.heads[found.heads.max_score > 700]
+    assert large.order_bound.isna().all()
+    assert large.order_needed.isna().all()
+    assert not found.powers.isna().any(axis=None)
+    assert np.isfinite(found.powers.drop(columns="log10_share")).all(axis=None)
+    assert any("> 20" in line for line in printed(found))
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = model_of("softmax").train()
+    analyze(model, IDS)
+    assert model.training
+    with torch.no_grad():
+        next(model.parameters()).fill_(math.nan)
+    with pytest.raises(FloatingPointError, match=r"A score of model.layers.0.self_attn is not fin"):
+        analyze(model, IDS)
+    assert model.training
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_progress_ends_at_one() -> None:
+    seen: list[float] = []
+    analyze(model_of("softmax"), IDS, progress=seen.append)
+    assert seen == [(i + 1) / 6 for i in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        (IDS[0], {}, r"ids must be integers of shape \[N, T\].* not torch.int64 of shape \[11\]"),
+        (IDS[:0], {}, r"N and T at least 1.* of shape \[0, 11\]"),
+        (IDS.float(), {}, r"ids must be integers .* not torch.float32"),
+        (IDS + 10, {}, r"ids must lie in \[0, 60\], the model's; found 69"),
+        (IDS - 70, {}, r"ids must lie in \[0, 60\], the model's; found -70"),
+        (IDS, {"mask": torch.ones(3)}, r"mask must have the shape \[3, 11\] of ids, not \[3\]"),
+        (IDS, {"mask": torch.eye(3, 11) * torch.tensor([[1], [0], [1]])}, "all of sequence 1"),
+        (IDS, {"order": -1}, "order must be an integer >= 0, not -1"),
+        (IDS, {"order": True}, "order must be an integer >= 0, not True"),
+        (IDS, {"max_order": 2.5}, "max_order must be an integer >= 0, not 2.5"),
+        (IDS, {"tolerance": 0}, "tolerance must be a finite number > 0, not 0"),
+        (IDS, {"tolerance": math.nan}, "tolerance must be a finite number > 0, not nan"),
+    ],
+)
+def test_mistakes_are_named(ids: Tensor, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        analyze(build("softmax"), ids, **options)
+
+
+def test_another_model_is_refused() -> None:
+    llama = LlamaForCausalLM(LlamaConfig(**TINY))
+    with pytest.raises(ValueError, match="LlamaForCausalLM without this package's attention"):
+        analyze(llama, IDS)
+
+
+def printed(analysis: Analysis) -> list[str]:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(analysis.table())
+    return [line.rstrip() for line in capture.get().splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("order", [0, 1, 10])
+def test_the_table_lines_up(order: int) -> None:
+    found = analyze(model_of("softmax"), IDS, order=order)
+    header, _, *rows = printed(found)
+    assert len(rows) == 8
+    assert {len(row) for row in rows} == {len(header)}
+    assert f"{min(order, 2) + 1} and on" in header
+    first = next(found.heads.itertuples())
+    assert rows[0].split()[2] == f"{first.max_score:.2f}"
+    assert rows[0].split()[-2:] == [str(first.order_needed), str(first.order_bound)]
+    shares = [float(cell[:-1]) for cell in rows[0].split() if cell.endswith("%")]
+    assert sum(shares) == pytest.approx(100, abs=0.3)
+
+
+def test_files_hold_what_was_found(tmp_path: Path) -> None:
+    found = analyze(model_of("softmax"), IDS, max_order=3, order=3)
+    assert found.heads.order_needed.isna().any()
+    folder = tmp_path / "new" / "folder"
+    paths = [*write(found, folder), *draw(found, folder, title="a model")]
+    assert sorted(paths) == sorted(folder.iterdir())  # nothing is left aside
+    heads, powers = (pd.read_csv(path) for path in paths[:2])
+    pd.testing.assert_frame_equal(powers, found.powers)
+    assert list(heads.order_needed.isna()) == list(found.heads.order_needed.isna())
+    settings = json.loads(paths[2].read_text())
+    assert settings == {
+        "spec": sr.variant("softmax").to_dict(),
+        "order": 3,
+        "tolerance": 0.01,
+        "max_order": 3,
+        "tokens": 33,
+    }
+    assert paths[3].read_bytes().startswith(b"\x89PNG")
+    drawn = " ".join(ElementTree.parse(paths[4]).getroot().itertext())
+    for text in ("a model", "power n", "more than 3", "1.3", "needed on this text"):
+        assert text in drawn
+    before = paths[4].read_bytes()
+    draw(found, folder, title="a model")
+    assert paths[4].read_bytes() == before
+
+
+def test_many_heads_are_drawn_by_layer(tmp_path: Path) -> None:
+    model = model_of("softmax", num_hidden_layers=13)
+    _, svg = draw(analyze(model, IDS[:1, :3], max_order=10), tmp_path)
+    drawn = " ".join(ElementTree.parse(svg).getroot().itertext())
+    assert "12" in drawn
+    assert "layer.head" not in drawn
+
+
+def test_a_run_is_measured_on_its_own_test_split(texts: Path, tmp_path: Path) -> None:
+    config = tiny(texts, attention="taylor:2", steps=4)
+    run = train(config, tmp_path / "run")
+    found = analyze_checkpoint(run.path, blocks=3, order=4)
+    split = TokenBlocks(load_corpus(config), "test", config.block_size)
+    picked = [0, round((len(split) - 1) / 2), len(split) - 1]
+    ids = torch.stack([split[index]["input_ids"] for index in picked])
+    model = sr.SoftmaxRNNForCausalLM.from_pretrained(run.checkpoints[-1])
+    expected = analyze(model, ids, order=4)
+    pd.testing.assert_frame_equal(found.heads, expected.heads)
+    pd.testing.assert_frame_equal(found.powers, expected.powers)
+    same = analyze_checkpoint(run.checkpoints[-1], blocks=3, order=4)
+    pd.testing.assert_frame_equal(same.powers, expected.powers)
+    everything = analyze_checkpoint(run.path, blocks=10**6, order=1)
+    assert everything.tokens == len(split) * config.block_size
+
+
+def test_a_model_outside_a_run_needs_a_corpus(texts: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    build("softmax", vocab_size=257, max_position_embeddings=16).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    with pytest.raises(ValueError, match="is no run's folder, so it names no corpus"):
+        analyze_checkpoint(folder)
+    assert analyze_checkpoint(folder, corpus=str(texts), blocks=2).tokens == 32
+
+
+def test_mistakes_with_a_checkpoint_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="holds no model"):
+        analyze_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="blocks must be an integer >= 1, not 0"):
+        analyze_checkpoint(tmp_path, blocks=0)
