@@ -320,7 +320,7 @@ def main() -> int:
         "command": " ".join(["python -m benchmarks.recurrence", *sys.argv[1:]]),
         "against_running_states": against_running_states(arguments.rounds),
         "growth": growth(arguments.rounds),
-        "dispatch": dispatch(max(3, arguments.rounds // 2)),
+        "dispatch": dispatch(max(5, arguments.rounds - 2)),
         "one_token": one_token(),
         "stream": stream(),
         "environment": environment(),
