@@ -113,6 +113,14 @@ def _reproduce_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", help="one run each (default: 0)")
     parser.add_argument("--out", type=str, default="runs", help="folder of the runs of all figures")
     _add_parallel(parser)
+    parser.add_argument("--cluster", type=str, default="local", help="local, or slurm: a job a run")
+    parser.add_argument(
+        "--cluster_options",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of submitit's executor, such as slurm_partition=gpu gpus_per_node=1 timeout_min=600",
+    )
     parser.add_argument("--dry_run", action="store_true", help="print every run and its cost only")
     parser.add_argument("--gpu", type=str, default="A100-80GB", help=f"of {', '.join(GPUS)}")
     parser.add_argument(
@@ -139,6 +147,8 @@ def _reproduce(parsed: Namespace) -> int:
         root,
         seeds=parsed.seeds,
         parallel=parsed.parallel,
+        cluster=parsed.cluster,
+        cluster_options=_fields(parsed.cluster_options),
         fields=fields,
         console=console,
     )
@@ -152,7 +162,7 @@ def _fields(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise ValueError(f"--with takes KEY=VALUE words, not {word!r}.")
+            raise ValueError(f"Settings are KEY=VALUE words, not {word!r}.")
         fields[key] = yaml.safe_load(value)
     return fields
 

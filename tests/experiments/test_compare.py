@@ -14,12 +14,14 @@ import torch
 from rich.console import Console
 
 import softmax_rnn.experiments.compare as compare_module
+import softmax_rnn.experiments.launch as launch_module
 from softmax_rnn.experiments.compare import (
-    PlannedRun,
     RunsFailedError,
     compare_configs,
     run_all,
 )
+from softmax_rnn.experiments.launch import LocalLauncher
+from softmax_rnn.experiments.run import PlannedRun
 from softmax_rnn.training.folder import RunFolder
 from tiny import tiny
 
@@ -79,12 +81,12 @@ def sleepers(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[tuple[str,
     """Runs that only sleep; returns what is launched, where: (name, GPU), as it happens."""
     launched: list[tuple[str, str | None]] = []
 
-    def launch(run: PlannedRun, root: Path, threads: int, gpu: str | None) -> Any:
+    def start(self: object, run: PlannedRun, root: Path, gpu: str | None) -> Any:
         launched.append((run.name.partition("-")[0], gpu))
         wait = seconds / 10 if run.name.startswith("gate") else seconds
         return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({wait})"])
 
-    monkeypatch.setattr(compare_module, "_launch", launch)
+    monkeypatch.setattr(LocalLauncher, "start", start)
     monkeypatch.setattr(compare_module, "_POLL_SECONDS", 0.01)
     return launched
 
@@ -94,16 +96,16 @@ def test_a_stop_leaves_no_run_behind(
 ) -> None:
     launched = sleepers(monkeypatch, 600)
     processes: list[subprocess.Popen[bytes]] = []
-    launch = compare_module._launch
+    start = LocalLauncher.start
 
     def remember(*arguments: Any) -> Any:
-        processes.append(launch(*arguments))
+        processes.append(start(*arguments))
         return processes[-1]
 
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare_module, "_launch", remember)
+    monkeypatch.setattr(LocalLauncher, "start", remember)
     monkeypatch.setattr(compare_module.time, "sleep", interrupt)
     runs = compare_configs(["softmax", "norm", "gate"], [0], tiny(texts), tmp_path / "runs")
     with pytest.raises(KeyboardInterrupt):
@@ -156,7 +158,7 @@ def test_a_corpus_too_short_is_told_before_anything_runs(
 def test_the_users_threads_and_other_systems_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     for wanted, given in (("2", "2"), ("8", "4"), ("", "4"), ("many", "4")):
         monkeypatch.setenv("OMP_NUM_THREADS", wanted)
-        assert compare_module._environment(4, None)["OMP_NUM_THREADS"] == given
-    monkeypatch.delattr(compare_module.os, "sched_getaffinity")
-    monkeypatch.setattr(compare_module.os, "cpu_count", lambda: 6)
-    assert compare_module._cores() == 6
+        assert launch_module._environment(4, None)["OMP_NUM_THREADS"] == given
+    monkeypatch.delattr(launch_module.os, "sched_getaffinity")
+    monkeypatch.setattr(launch_module.os, "cpu_count", lambda: 6)
+    assert launch_module._cores() == 6

@@ -41,6 +41,11 @@ def test_table(runs: list[RunFolder]) -> None:
     assert re.fullmatch(r"\+0\.\d{4} \[\+0\.\d{4}, \+0\.\d{4}\]", text[3][5])
 
 
+def test_orders_stand_by_number(tmp_path: Path) -> None:
+    runs = [made_up(tmp_path, f"taylor:{order}", 0, 1.5) for order in (10, 2, 4)]
+    assert list(results(runs).variant) == ["taylor:2", "taylor:4", "taylor:10"]
+
+
 def test_without_softmax_there_is_no_difference(runs: list[RunFolder]) -> None:
     assert results(runs[2:]).difference.isna().all()
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -26,6 +22,8 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from softmax_rnn.experiments.launch import Job, Launcher, launcher
+from softmax_rnn.experiments.run import PlannedRun, log_file
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder
@@ -33,19 +31,6 @@ from softmax_rnn.training.run import load_blocks
 from softmax_rnn.variants import resolve
 
 _POLL_SECONDS = 0.5
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run to make: its configuration and its folder."""
-
-    config: RunConfig
-    folder: RunFolder
-
-    @property
-    def name(self) -> str:
-        """The folder's name."""
-        return self.folder.path.name
 
 
 class RunsFailedError(RuntimeError):
@@ -78,14 +63,22 @@ def compare_configs(
 
 
 def run_all(
-    runs: Sequence[PlannedRun], root: Path, *, parallel: int | None = None, console: Console
+    runs: Sequence[PlannedRun],
+    root: Path,
+    *,
+    parallel: int | None = None,
+    cluster: str = "local",
+    cluster_options: Mapping[str, Any] | None = None,
+    console: Console,
 ) -> None:
     """Run what is not finished, several at a time, each with its share of the cores or a GPU.
 
     Args:
         runs: what to run; every folder may be new, unfinished (it goes on) or finished.
         root: above all folders; their configurations and logs are written here.
-        parallel: runs at a time; unless given, one a GPU, or one a core.
+        parallel: runs at a time; unless given, one a GPU, or one a core; on a cluster, all.
+        cluster: ``local``, or ``slurm``: a job a run, through submitit.
+        cluster_options: of submitit's executor, such as ``slurm_partition`` and ``timeout_min``.
         console: where progress is shown.
 
     Raises:
@@ -93,8 +86,8 @@ def run_all(
             configuration or corpus.
         RunsFailedError: if a run failed; the others were finished first.
     """
-    if parallel is not None and parallel < 1:
-        raise ValueError(f"parallel must be at least 1, not {parallel}.")
+    waiting = [run for run in runs if not run.folder.finished]
+    launch = launcher(cluster, root, max(1, len(waiting)), parallel, cluster_options or {})
     manifests: dict[RunConfig, dict[str, Any]] = {}
     for run in runs:
         conditions = replace(run.config, attention="softmax", seed=0)
@@ -104,64 +97,41 @@ def run_all(
             manifests[conditions] = load_blocks(conditions)[0].manifest
         if run.folder.exists:
             run.folder.check_same_corpus(manifests[conditions])
-    waiting = [run for run in runs if not run.folder.finished]
     if not waiting:
         return
-    gpus, cores = _gpus(), _cores()
-    workers = min(parallel or len(gpus) or cores, len(waiting))
-    threads = max(1, cores // workers)
-    slots = list(itertools.islice(itertools.cycle(gpus or [None]), workers))
-    console.print(f"{len(waiting)} runs, {workers} at a time, {threads} threads each, in {root}")
+    console.print(f"{len(waiting)} runs, {len(launch.slots)} at a time, {launch}, in {root}")
     with _progress(console) as progress:
-        _work(waiting, root, slots, threads, progress)
+        _work(waiting, root, launch, progress)
     failed = [run for run in waiting if not run.folder.finished]
     if failed:
-        logs = "\n".join(f"--- {_label(run, root)}\n{_tail(_log(run, root))}" for run in failed)
+        logs = "\n".join(f"--- {run.label(root)}\n{_tail(log_file(run, root))}" for run in failed)
         raise RunsFailedError(f"{len(failed)} of {len(waiting)} runs did not finish.\n{logs}")
 
 
-def _gpus() -> list[str]:
-    """The GPUs as CUDA_VISIBLE_DEVICES names them: those that it leaves, if it is set."""
-    count = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [str(index) for index in range(count)] if named is None else named.split(",")[:count]
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # Linux alone
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _work(
-    runs: Sequence[PlannedRun],
-    root: Path,
-    slots: list[str | None],
-    threads: int,
-    progress: Progress,
-) -> None:
-    """Keep every slot (a GPU, or a share of the cores) busy until all runs are done.
+def _work(runs: Sequence[PlannedRun], root: Path, launch: Launcher, progress: Progress) -> None:
+    """Keep every slot busy until all runs are done.
 
     However it ends, no run is left running: one that is stopped leaves a folder to go on with.
     """
-    width = max(len(_label(run, root)) for run in runs)
+    width = max(len(run.label(root)) for run in runs)
     bars: dict[Path, TaskID] = {
         run.folder.path: progress.add_task(
-            _label(run, root).ljust(width), total=run.config.steps, start=False, news="waiting"
+            run.label(root).ljust(width), total=run.config.steps, start=False, news="waiting"
         )
         for run in runs
     }
-    waiting, running = deque(runs), list[tuple[PlannedRun, str | None, subprocess.Popen[bytes]]]()
+    waiting, slots = deque(runs), list(launch.slots)
+    running: list[tuple[PlannedRun, str | None, Job]] = []
     try:
         while waiting or running:
             while waiting and slots:
                 run, slot = waiting.popleft(), slots.pop(0)
-                running.append((run, slot, _launch(run, root, threads, slot)))
+                running.append((run, slot, launch.start(run, root, slot)))
                 progress.start_task(bars[run.folder.path])
             time.sleep(_POLL_SECONDS)
             for job in list(running):
-                run, slot, process = job
-                bar, done = bars[run.folder.path], process.poll() is not None
+                run, slot, started = job
+                bar, done = bars[run.folder.path], started.poll() is not None
                 row = _last_row(run.folder.metrics_file)
                 news = f"loss {row['loss']:.3f}" if row else "starting"
                 progress.update(bar, completed=row["step"] if row else 0, news=news)
@@ -170,41 +140,12 @@ def _work(
                     slots.append(slot)
                     progress.stop_task(bar)
                     progress.update(bar, news=_outcome(run))
-                    progress.console.print(f"{_label(run, root).ljust(width)}  {_outcome(run)}")
+                    progress.console.print(f"{run.label(root).ljust(width)}  {_outcome(run)}")
     finally:
-        for _, _, process in running:
-            process.terminate()
-        for _, _, process in running:
-            process.wait()
-
-
-def _launch(run: PlannedRun, root: Path, threads: int, gpu: str | None) -> subprocess.Popen[bytes]:
-    """Start one configuration in a process of its own."""
-    config = root / "configs" / f"{_label(run, root)}.yaml"
-    config.parent.mkdir(parents=True, exist_ok=True)
-    run.config.save(config)
-    log = _log(run, root)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "softmax_rnn", "train", "--resume"]
-    with log.open("a") as output:
-        return subprocess.Popen(
-            [*command, "--config", str(config), "--out", str(run.folder.path)],
-            env=_environment(threads, gpu),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def _environment(threads: int, gpu: str | None) -> dict[str, str]:
-    """The environment of a run's process; threads that the user limits stay limited."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    if wanted.isdecimal() and int(wanted) > 0:
-        threads = min(threads, int(wanted))
-    added = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    if gpu is not None:
-        added["CUDA_VISIBLE_DEVICES"] = gpu
-    return {**os.environ, **added}
+        for _, _, started in running:
+            started.terminate()
+        for _, _, started in running:
+            started.wait()
 
 
 def _progress(console: Console) -> Progress:
@@ -230,15 +171,6 @@ def _last_row(path: Path) -> dict[str, float] | None:
     """The last whole row of a file of rows, without reading it all."""
     lines = _tail(path, 4096).split("\n")[:-1]
     return json.loads(lines[-1]) if lines else None
-
-
-def _log(run: PlannedRun, root: Path) -> Path:
-    return root / "logs" / f"{_label(run, root)}.log"
-
-
-def _label(run: PlannedRun, root: Path) -> str:
-    """What tells the run from all others below ``root``."""
-    return run.folder.path.relative_to(root).as_posix()
 
 
 def _tail(path: Path, size: int = 2000) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from softmax_rnn.errors import unknown
-from softmax_rnn.experiments.compare import PlannedRun
+from softmax_rnn.experiments.run import PlannedRun
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder
 

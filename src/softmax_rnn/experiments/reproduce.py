@@ -12,13 +12,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from softmax_rnn.experiments.claims import judge, verdict_table
 from softmax_rnn.experiments.compare import run_all
 from softmax_rnn.experiments.costs import UTILISATION, cost
 from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.experiments.plan import Experiment, Scale, by_name, planned
 from softmax_rnn.experiments.scales import SCALES
+from softmax_rnn.files import write_text
 from softmax_rnn.report.grid import Column, draw_curves, draw_orders
+from softmax_rnn.report.html import Place, page
 from softmax_rnn.report.report import report
+from softmax_rnn.report.table import by_variant
 from softmax_rnn.training.folder import RunFolder
 
 
@@ -29,10 +33,12 @@ def reproduce(
     *,
     seeds: Sequence[int] | None = None,
     parallel: int | None = None,
+    cluster: str = "local",
+    cluster_options: Mapping[str, Any] | None = None,
     fields: Mapping[str, Any] | None = None,
     console: Console,
 ) -> list[Path]:
-    """Run what is missing of a figure, draw it, and report on every panel.
+    """Run what is missing of a figure, draw it, and report on every panel and on the whole.
 
     Args:
         figure: ``figure2`` to ``figure9``.
@@ -40,20 +46,40 @@ def reproduce(
         root: folder of all runs of all figures, which share them.
         seeds: one run each; the scale's unless given.
         parallel: runs at a time; see ``run_all``.
+        cluster: ``local`` or ``slurm``; see ``run_all``.
+        cluster_options: of the cluster.
         fields: settings of every run that win over the scale's.
         console: where progress is shown.
 
     Returns:
-        The paths of the figure and of its panels' reports.
+        The paths of the figure, of its panels' reports, and of the page of all panels and claims.
     """
     experiment, at = by_name("figure", figure, FIGURES), by_name("scale", scale, SCALES)
     chosen = tuple(at.seeds if seeds is None else seeds)
     runs = planned(experiment, at, root, chosen, **(fields or {}))
-    run_all(runs, root / at.name, parallel=parallel, console=console)
+    run_all(
+        runs,
+        root / at.name,
+        parallel=parallel,
+        cluster=cluster,
+        cluster_options=cluster_options,
+        console=console,
+    )
     paths = draw(experiment, at, root, chosen)
+    corpora = {corpus.label: corpus.title for corpus in at.corpora.values()}
+    places, conditions = [], {}
     for folder, members in _places([run.folder for run in runs]).items():
-        paths += report(members, folder)[1]
-    return paths
+        table, written = report(members, folder)
+        paths += written
+        condition, _, corpus = folder.name.partition("-")
+        places.append(Place(f"{corpora[corpus]}, {condition} settings", members, table))
+        conditions[condition, corpus] = by_variant(members)
+    overview = root / at.name / experiment.name / "report.html"
+    overview.parent.mkdir(exist_ok=True)
+    title = f"{experiment.title} ({experiment.name}, {at.name} scale)"
+    claims = verdict_table(judge(conditions))
+    write_text(overview, page(places, overview.parent, title, claims))
+    return [*paths, overview]
 
 
 def draw(experiment: Experiment, scale: Scale, root: Path, seeds: Sequence[int]) -> list[Path]:

@@ -1,80 +1,154 @@
-"""report.html: the table, interactive curves and settings on one page that opens offline."""
+"""report.html: claims, tables, interactive curves and settings on one page that opens offline."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
+import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
-import plotly.io
 import yaml
 from jinja2 import Environment, PackageLoader
-from plotly.subplots import make_subplots
+from numpy.typing import NDArray
+from plotly.offline import get_plotlyjs
 
-from softmax_rnn.report.curves import curves
-from softmax_rnn.report.figure import TITLES, log_limits
+from softmax_rnn.report.curves import Curve, curves, seed_interval
+from softmax_rnn.report.figure import log_limits
 from softmax_rnn.report.style import style
-from softmax_rnn.report.table import cells, label
+from softmax_rnn.report.table import by_variant, cells, label
 from softmax_rnn.training.folder import RunFolder
 
+# A training curve has at most so many points, which is what a screen shows.
+_FINEST = 400
+# Smoothing: windows of so many of those points, while enough windows remain.
+_SMOOTHING = (1, 2, 5, 10, 20, 50)
+_FEWEST, _AT_FIRST = 8, 40
 
-def page(runs: Sequence[RunFolder], table: pd.DataFrame) -> str:
-    """The whole page; everything that a configuration could say is escaped."""
+
+class Place(NamedTuple):
+    """Runs under one condition on one corpus, and their table."""
+
+    title: str
+    runs: Sequence[RunFolder]
+    table: pd.DataFrame
+
+
+def page(
+    places: Sequence[Place],
+    folder: Path,
+    title: str = "Attention variants side by side",
+    claims: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """The whole page; everything that a configuration could say is escaped.
+
+    Args:
+        places: a section each.
+        folder: where the page will lie; its links are relative.
+        title: the heading.
+        claims: a row a check, as ``experiments.claims.verdict_table`` gives them.
+    """
     environment = Environment(
-        loader=PackageLoader("softmax_rnn.report", "."), autoescape=True, trim_blocks=True
+        loader=PackageLoader("softmax_rnn.report", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    header, *rows = cells(table)
+    environment.filters["difference"] = _difference
     return environment.get_template("report.html.jinja").render(
-        header=header,
-        rows=rows,
-        plot=plotly.io.to_html(
-            _plot(runs), full_html=False, include_plotlyjs=True, config={"responsive": True}
-        ),
-        runs=[
+        title=title,
+        claims=claims,
+        places=[_section(place, folder) for place in places],
+        plotly=get_plotlyjs(),
+    )
+
+
+def _difference(row: Mapping[str, Any]) -> str:
+    """What a check measured; an interval without ends is left out."""
+    if row["spikes"] is not None:
+        return "{} and {} spikes".format(*row["spikes"])
+    if row["difference"] is None:
+        return "-"
+    ends = "" if row["low"] is None else f" [{row['low']:+.4f}, {row['high']:+.4f}]"
+    return f"{row['difference']:+.4f}{ends}"
+
+
+def _section(place: Place, folder: Path) -> dict[str, Any]:
+    header, *rows = cells(place.table)
+    return {
+        "title": place.title,
+        "header": header,
+        "rows": rows,
+        "seeds": int(place.table.seeds.max()),
+        "curves": _curves(place.runs),
+        "runs": [
             {
                 "name": f"{label(run)}, seed {run.config.seed}",
+                "folder": run.path.name,
+                "link": quote(Path(os.path.relpath(run.config_file, folder)).as_posix()),
                 "config": yaml.safe_dump(run.config.to_dict(), sort_keys=False),
                 "environment": yaml.safe_dump(run.environment, sort_keys=False),
             }
-            for run in runs
+            for run in place.runs
         ],
-    )
+    }
 
 
-def _plot(runs: Sequence[RunFolder]) -> go.Figure:
-    figure = make_subplots(
-        rows=len(TITLES),
-        cols=1,
-        subplot_titles=list(TITLES.values()),
-        shared_xaxes=True,
-        vertical_spacing=0.08,
-    )
-    drawn = {split: curves(runs, split) for split in TITLES}
-    for row, lines in enumerate(drawn.values(), start=1):
-        for line in lines:
-            look = style(line.variant)
-            figure.add_scatter(
-                x=line.tokens,
-                y=line.mean,
-                name=line.variant,
-                legendgroup=line.variant,
-                showlegend=row == 1,
-                mode="lines+markers" if len(line.tokens) < 20 else "lines",
-                line={"color": look.color, "dash": look.plotly_dash},
-                row=row,
-                col=1,
-            )
-    limits = log_limits([line for lines in drawn.values() for line in lines])
-    figure.update_yaxes(
-        type="log", range=[math.log10(limit) for limit in limits], title_text="nats per token"
-    )
-    figure.update_xaxes(title_text="training tokens", row=len(TITLES))
-    figure.update_layout(
-        template="plotly_white",
-        hovermode="x unified",
-        height=820,
-        margin={"l": 60, "r": 20, "t": 40, "b": 120},
-        legend={"orientation": "h", "y": -0.08, "yanchor": "top"},
-    )
-    return figure
+def _curves(runs: Sequence[RunFolder]) -> dict[str, Any]:
+    """What the page's script draws: the curves of every level of smoothing, and their limits."""
+    test, train = curves(runs, "test"), curves(runs, "train")
+    levels = _train_levels(runs)
+    enough = [place for place, (_, level) in enumerate(levels) if len(level[0].mean) >= _AT_FIRST]
+    return {
+        "limits": log_limits([*test, *train]),
+        "test": [[_plain(curve) for curve in test]],
+        "train": [[_plain(curve) for curve in level] for _, level in levels],
+        "steps": [steps for steps, _ in levels],
+        "first": max(enough, default=0),
+    }
+
+
+def _train_levels(runs: Sequence[RunFolder]) -> list[tuple[int, list[Curve]]]:
+    """Training curves with the steps that each of their points is the mean of, finest first."""
+    logged = {
+        variant: [run.metrics for run in seeds.values()]
+        for variant, seeds in by_variant(runs).items()
+    }
+    rows = min(len(metrics) for seeds in logged.values() for metrics in seeds)
+    finest = -(-rows // _FINEST)
+    sizes = [finest * n for n in _SMOOTHING if n == 1 or rows // (finest * n) >= _FEWEST]
+    return [
+        (
+            size * runs[0].config.log_every,
+            [_windows(variant, seeds, size) for variant, seeds in logged.items()],
+        )
+        for size in sizes
+    ]
+
+
+def _windows(variant: str, seeds: Sequence[pd.DataFrame], size: int) -> Curve:
+    """Means over windows of ``size`` rows, then over seeds; a short window at the start is cut."""
+    start = len(seeds[0]) % size
+    tokens = seeds[0].tokens.to_numpy(dtype=float)[start + size - 1 :: size]
+    losses = np.stack([metrics.loss.to_numpy(dtype=float)[start:] for metrics in seeds])
+    windows = losses.reshape(len(seeds), -1, size).mean(axis=2)
+    return Curve(variant, tokens, *seed_interval(windows))
+
+
+def _plain(curve: Curve) -> dict[str, Any]:
+    look = style(curve.variant)
+    band = {"low": _rounded(curve.low), "high": _rounded(curve.high)}
+    return {
+        "variant": curve.variant,
+        "color": look.color,
+        "dash": look.plotly_dash,
+        "tokens": curve.tokens.astype(int).tolist(),
+        "mean": _rounded(curve.mean),
+        **(band if (curve.high > curve.low).any() else {}),
+    }
+
+
+def _rounded(values: NDArray[np.float64]) -> list[float]:
+    return values.round(5).tolist()

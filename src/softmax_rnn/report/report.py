@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from softmax_rnn.files import write_text
 from softmax_rnn.report.figure import draw
-from softmax_rnn.report.html import page
+from softmax_rnn.report.html import Place, page
 from softmax_rnn.report.table import results
 from softmax_rnn.training.folder import RunFolder
 
@@ -28,10 +29,15 @@ def find_runs(root: Path) -> list[RunFolder]:
     return runs
 
 
-def report(runs: Sequence[RunFolder], root: Path) -> tuple[pd.DataFrame, list[Path]]:
-    """Write the table, figure and page of ``runs`` into ``root``; return the table and paths."""
+def report(
+    runs: Sequence[RunFolder], root: Path, claims: Sequence[Mapping[str, Any]] = ()
+) -> tuple[pd.DataFrame, list[Path]]:
+    """Write the table, figure and page of ``runs`` into ``root``; return the table and paths.
+
+    ``claims`` are the page's, as ``experiments.claims.verdict_table`` gives them.
+    """
     table = results(runs)
     write_text(root / "results.csv", table.to_csv(index=False))
     figures = draw(runs, root)
-    write_text(root / "report.html", page(runs, table))
+    write_text(root / "report.html", page([Place("Results", runs, table)], root, claims=claims))
     return table, [root / "results.csv", *figures, root / "report.html"]

@@ -95,7 +95,12 @@ def by_variant(runs: Sequence[RunFolder]) -> dict[str, dict[int, RunFolder]]:
             )
         seeds[run.config.seed] = run
     rank = {name: place for place, name in enumerate(variants())}
-    names = sorted(grouped, key=lambda name: (rank.get(name.partition(":")[0], len(rank)), name))
+
+    def place(name: str) -> tuple[int, int, str]:
+        family, _, order = name.partition(":")
+        return rank.get(family, len(rank)), int(order) if order.isdecimal() else 0, name
+
+    names = sorted(grouped, key=place)
     return {name: grouped[name] for name in names}
 
 

@@ -1,0 +1,190 @@
+"""Where runs run: processes of this machine, or jobs of a Slurm cluster through submitit."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from softmax_rnn.errors import unknown
+from softmax_rnn.experiments.run import PlannedRun, config_file, log_file
+from softmax_rnn.training import train
+from softmax_rnn.training.config import RunConfig
+
+CLUSTERS = ("local", "slurm")
+
+
+class Job(Protocol):
+    """A run that was started; a process is one."""
+
+    def poll(self) -> int | None:
+        """``None`` while it runs."""
+
+    def terminate(self) -> None:
+        """Ask it to stop; it leaves a folder to go on with."""
+
+    def wait(self) -> object:
+        """Until it has stopped."""
+
+
+class Launcher(Protocol):
+    """Starts runs in slots: a GPU, a share of the cores, a job of the cluster."""
+
+    slots: list[str | None]
+
+    def start(self, run: PlannedRun, root: Path, slot: str | None) -> Job:
+        """Start a run, or go on with it."""
+
+    def __str__(self) -> str:
+        """What a slot is, for people."""
+
+
+class LocalLauncher:
+    """A process a run, each with its share of the cores, or a GPU.
+
+    Args:
+        runs: how many there are to make.
+        parallel: slots; unless given, one a GPU, or one a core.
+    """
+
+    def __init__(self, runs: int, parallel: int | None) -> None:
+        gpus, cores = _gpus(), _cores()
+        workers = min(parallel or len(gpus) or cores, runs)
+        self.threads = max(1, cores // workers)
+        self.slots = list(itertools.islice(itertools.cycle(gpus or [None]), workers))
+
+    def __str__(self) -> str:
+        return f"{self.threads} threads each"
+
+    def start(self, run: PlannedRun, root: Path, slot: str | None) -> Job:
+        """Start one configuration in a process of its own."""
+        config, log = config_file(run, root), log_file(run, root)
+        for path in (config, log):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        run.config.save(config)
+        command = [sys.executable, "-m", "softmax_rnn", "train", "--resume"]
+        with log.open("a") as output:
+            return subprocess.Popen(
+                [*command, "--config", str(config), "--out", str(run.folder.path)],
+                env=_environment(self.threads, slot),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+
+class ClusterLauncher:
+    """A job a run. Jobs that the cluster stops early go on where they were; see ``_Training``.
+
+    Args:
+        executor: a submitit executor.
+        slots: jobs at a time.
+    """
+
+    def __init__(self, executor: Any, slots: int) -> None:
+        self.executor = executor
+        self.slots: list[str | None] = [None] * slots
+
+    def __str__(self) -> str:
+        return f"jobs of {type(self.executor).__name__}"
+
+    def start(self, run: PlannedRun, root: Path, slot: str | None) -> Job:
+        """Submit one run."""
+        return _ClusterJob(self.executor.submit(_Training(run.config, run.folder.path.resolve())))
+
+
+def launcher(
+    cluster: str, root: Path, runs: int, parallel: int | None, options: Mapping[str, Any]
+) -> Launcher:
+    """The launcher for ``local`` or ``slurm``.
+
+    Args:
+        cluster: its name.
+        root: logs of jobs are kept below it.
+        runs: how many there are to make.
+        parallel: at a time.
+        options: of submitit's executor: ``slurm_partition``, ``gpus_per_node``, ``timeout_min``...
+    """
+    if parallel is not None and parallel < 1:
+        raise ValueError(f"parallel must be at least 1, not {parallel}.")
+    if cluster == "local":
+        if options:
+            raise ValueError(f"cluster='local' takes no options; {', '.join(options)} given.")
+        return LocalLauncher(runs, parallel)
+    if cluster not in CLUSTERS:
+        raise unknown("cluster", cluster, CLUSTERS)
+    import submitit  # an import of a second that only clusters need
+
+    try:
+        executor = submitit.AutoExecutor(root / "jobs", cluster=cluster)
+        executor.update_parameters(name="softmax-rnn", **options)
+    except (NameError, RuntimeError) as error:  # an unknown option; no sbatch on this machine
+        raise ValueError(f"The cluster {cluster!r} cannot be used: {error}") from error
+    return ClusterLauncher(executor, parallel or runs)
+
+
+@dataclass
+class _Training:
+    """The work of a job: submitit calls it, and ``checkpoint`` before the cluster stops it."""
+
+    config: RunConfig
+    path: Path
+
+    def __call__(self) -> str:
+        import submitit
+
+        if submitit.JobEnvironment().num_tasks > 1:
+            submitit.helpers.TorchDistributedEnvironment().export()
+        return str(train(self.config, self.path, resume=True).path)
+
+    def checkpoint(self) -> Any:
+        """Queue the same again: it goes on from its newest checkpoint."""
+        import submitit
+
+        return submitit.helpers.DelayedSubmission(self)
+
+
+@dataclass
+class _ClusterJob:
+    job: Any
+
+    def poll(self) -> int | None:
+        return 0 if self.job.done() else None
+
+    def terminate(self) -> None:
+        # Left alone it would still write to its folder when the same command starts the run again.
+        self.job.cancel()
+
+    def wait(self) -> None:
+        """The cluster ends a cancelled job in its own time."""
+
+
+def _gpus() -> list[str]:
+    """The GPUs as CUDA_VISIBLE_DEVICES names them: those that it leaves, if it is set."""
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(index) for index in range(count)] if named is None else named.split(",")[:count]
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # Linux alone
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _environment(threads: int, gpu: str | None) -> dict[str, str]:
+    """The environment of a run's process; threads that the user limits stay limited."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdecimal() and int(wanted) > 0:
+        threads = min(threads, int(wanted))
+    added = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    if gpu is not None:
+        added["CUDA_VISIBLE_DEVICES"] = gpu
+    return {**os.environ, **added}

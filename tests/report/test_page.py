@@ -1,0 +1,238 @@
+"""The page in a real browser: what it draws, its controls, and that it asks nobody for anything."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from made_up import made_up
+from softmax_rnn.report.html import Place, page
+from softmax_rnn.report.table import results
+
+EVIL = "</script><script>alert(1)</script><img src=https://example.org/x onerror=alert(2)>"
+NAMES = (EVIL, "a &lt; %{y} <b>b</b>")  # of variants, were they not checked before
+VARIANTS = {"softmax": 1.5, "norm": 1.503, "taylor:4": 1.9}
+MANY = {f"taylor:{order}": 2.0 + 0.05 * order for order in range(9)}
+CLAIMS = [
+    {
+        "claim": number,
+        "text": text,
+        "verdict": verdict,
+        "check": f"norm equal to {EVIL}",
+        "where": EVIL,
+        "outcome": verdict,
+        "seeds": 2,
+        "difference": 0.003,
+        "low": low,
+        "high": low and 0.004,
+        "spikes": None,
+    }
+    for number, text, verdict, low in [
+        (1, "Norm's loss equals softmax's.", "holds", 0.002),
+        (2, "Gate is slightly worse.", "undecided", None),
+        (7, "Detaching hurts.", "not run", None),
+    ]
+]
+
+
+class Fake:
+    """A run's configuration with an attention that no configuration accepts."""
+
+    def __init__(self, config: Any, attention: str) -> None:
+        self._config, self.attention = config, attention
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self._config.to_dict(), "attention": self.attention}
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        pytest.skip(f"the page's tests need a browser; none of {', '.join(names)} is on PATH")
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of two places: two seeds of a few variants, and one of many, two of them hostile."""
+    root = tmp_path_factory.mktemp("page") / "a b#c"
+    two = [
+        made_up(root / "base-web", name, seed, loss + 0.01 * seed, corpus=EVIL)
+        for name, loss in VARIANTS.items()
+        for seed in (0, 1)
+    ]
+    one = [made_up(root / "long-web", name, 0, loss) for name, loss in MANY.items()]
+    places = [Place(EVIL, two, results(two)), Place("long", one, results(one))]
+    for run, name in zip(one[-2:], NAMES, strict=True):
+        run.__dict__["config"] = Fake(run.config, name)
+    path = root / "figure" / "report.html"
+    path.parent.mkdir()
+    path.write_text(page(places, path.parent, f"Two places {EVIL}", CLAIMS), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def opened(chromium: Browser, written: Path) -> Iterator[Page]:
+    """The page, loaded without a network; at the end it must have gone without a complaint."""
+    context = chromium.new_context(offline=True, viewport={"width": 1280, "height": 900})
+    shown = context.new_page()
+    complaints: list[str] = []
+    requests: list[str] = []
+    shown.on("console", lambda message: complaints.append(message.text))
+    shown.on("pageerror", lambda error: complaints.append(str(error)))
+    shown.on("dialog", lambda dialog: complaints.append(dialog.message))
+    shown.on("request", lambda request: requests.append(request.url))
+    shown.goto(written.as_uri())
+    shown.wait_for_selector(".scatterlayer")
+    yield shown
+    context.close()
+    assert complaints == []
+    assert requests == [written.as_uri()]
+
+
+def lines(shown: Page, split: str, place: int = 0) -> int:
+    """The curves in a plot; a band is a trace without a line."""
+    plot = shown.locator(".place").nth(place).locator(f".plot[data-split={split}]")
+    return plot.locator(".scatterlayer .trace path.js-line").count()
+
+
+def ticks(shown: Page) -> list[str]:
+    return shown.locator(".plot[data-split=test]").first.locator(".ytick").all_inner_texts()
+
+
+def axis(shown: Page) -> str:
+    return shown.evaluate("document.querySelector('.plot')._fullLayout.yaxis.type")
+
+
+def test_every_curve_is_drawn_and_none_can_be_sent_away(opened: Page) -> None:
+    for split in ("test", "train"):
+        assert [lines(opened, split, place) for place in (0, 1)] == [3, 9]
+        plots = opened.locator(f".plot[data-split={split}]")
+        bands = [plots.nth(i).locator(".trace path.js-fill").count() for i in (0, 1)]
+        assert bands == [3, 0]
+    buttons = opened.locator(".plot").first.locator("[data-title]")
+    titles = buttons.evaluate_all("all => all.map(button => button.dataset.title)")
+    assert titles[0].startswith("Download plot")
+    assert "Share chart..." not in titles  # which would upload it
+
+
+def test_a_variant_goes_and_comes_by_mouse_and_by_keyboard(opened: Page) -> None:
+    box = opened.get_by_role("checkbox", name="norm").first
+    opened.locator("label", has_text="norm").first.click()
+    assert (lines(opened, "test"), lines(opened, "train"), lines(opened, "test", 1)) == (2, 2, 9)
+    expect(box).not_to_be_checked()
+    box.focus()
+    opened.keyboard.press("Space")
+    assert lines(opened, "test") == 3
+    opened.keyboard.press("Space")
+    assert lines(opened, "test") == 2
+    for name, left in (("Hide all", 0), ("Show all", 3)):
+        opened.get_by_role("button", name=name).first.focus()
+        opened.keyboard.press("Enter")
+        assert lines(opened, "test") == left
+
+
+def test_the_loss_axis_switches(opened: Page) -> None:
+    assert axis(opened) == "log"
+    before = ticks(opened)
+    opened.get_by_label("linear").first.check()
+    assert axis(opened) == "linear"
+    opened.get_by_label("linear").first.press("ArrowLeft")
+    assert axis(opened) == "log"
+    assert ticks(opened) == before
+
+
+def test_smoothing_changes_the_train_curves_alone(opened: Page) -> None:
+    def path(split: str) -> str | None:
+        plot = opened.locator(f".plot[data-split={split}]").first
+        return plot.locator("path.js-line").first.get_attribute("d")
+
+    before = {split: path(split) for split in ("test", "train")}
+    choice = opened.get_by_label("Train loss: mean over").first
+    assert choice.locator("option").all_inner_texts() == ["10 steps", "20 steps"]
+    choice.focus()
+    opened.keyboard.press("ArrowDown")
+    assert path("train") != before["train"]
+    assert path("test") == before["test"]
+    means = opened.evaluate("document.querySelectorAll('.plot')[1].data[1].y")
+    first = [1.505 + 5 / step for step in (10, 20, 30, 40)]
+    assert means[:2] == pytest.approx([sum(first[:2]) / 2, sum(first[2:]) / 2], abs=1e-5)
+
+
+def test_values_are_shown_to_the_mouse_and_to_the_arrow_keys(opened: Page) -> None:
+    plot = opened.locator(".plot[data-split=test]").nth(0)
+    plot.scroll_into_view_if_needed()
+    plot.hover()
+    hover = plot.locator(".hoverlayer")
+    expect(hover).to_contain_text("taylor:4")
+    opened.mouse.move(0, 0)
+    plot.focus()
+    opened.keyboard.press("ArrowRight")
+    # The mean of two seeds, and the 95% interval of two values that are 0.01 apart.
+    expect(hover).to_contain_text("1.6250 [1.5615, 1.6885]")
+    opened.keyboard.press("ArrowRight")
+    expect(hover).to_contain_text("1.5650 [")
+
+
+def test_hostile_words_are_words(opened: Page) -> None:
+    expect(opened.locator("h1")).to_have_text(f"Two places {EVIL}")
+    expect(opened.locator(".place h2").first).to_have_text(EVIL)
+    expect(opened.locator(".checks tbody th").first).to_have_text(f"1. norm equal to {EVIL}")
+    assert f"corpus: {EVIL}" in (opened.locator("pre").first.text_content() or "")
+    assert opened.locator("img").count() == 0
+    place = opened.locator(".place").nth(1)
+    assert f"attention: {EVIL}" in (place.locator("pre").nth(14).text_content() or "")
+    for name in NAMES:
+        expect(place.locator("label", has_text=name)).to_be_visible()
+    hover = place.locator(".hoverlayer").first
+    place.locator(".plot").first.focus()
+    opened.keyboard.press("ArrowRight")
+    for _ in MANY:  # up to the last curve, one at a time
+        opened.keyboard.press("ArrowDown")
+    expect(hover).to_contain_text(NAMES[1])
+    opened.keyboard.press("ArrowUp")
+    expect(hover).to_contain_text(EVIL)
+    place.get_by_role("checkbox", name="taylor:0").uncheck()
+    place.locator(".plot").first.focus()
+    opened.keyboard.press("ArrowRight")  # few enough for one box
+    expect(hover).to_contain_text(EVIL[:27])
+    expect(hover).to_contain_text(NAMES[1])
+
+
+def test_claims_come_first_and_links_lead_to_the_runs(opened: Page, written: Path) -> None:
+    captions = opened.locator("caption").all_inner_texts()
+    assert [words.split(",")[0] for words in captions[:2]] == [
+        "The paper's claims",
+        "Differences of test loss",
+    ]
+    assert captions[2].startswith("Results")
+    rows = opened.locator(".checks tbody tr").all_inner_texts()
+    assert "+0.0030 [+0.0020, +0.0040]" in rows[0]
+    assert "+0.0030\t" in rows[1]
+    assert "Claims that no run here speaks of: 7." in opened.locator("section").first.inner_text()
+    links = opened.eval_on_selector_all("details a", "all => all.map(a => a.href)")
+    assert len(links) == 6 + len(MANY)
+    base = (written.parent.parent / "base-web").as_uri()
+    assert links[0] == f"{base}/softmax-0/config.yaml"
+    assert links[4] == f"{base}/taylor%3A4-0/config.yaml"
+
+
+def test_a_phone_never_scrolls_sideways(opened: Page) -> None:
+    opened.set_viewport_size({"width": 360, "height": 740})
+    expect(opened.locator(".main-svg").first).to_have_attribute("width", "328")
+    for details in opened.locator("details").all():
+        details.evaluate("element => element.open = true")
+    assert opened.evaluate("document.documentElement.scrollWidth") <= 360
