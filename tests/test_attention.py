@@ -27,6 +27,8 @@ Q, K, V = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7,
         ({"q": Q.int(), "k": K.int(), "v": V.int()}, "floating-point dtype, not torch.int32"),
         ({"q": torch.zeros(2, 4, 9, 8)}, "9 queries and only 7 keys"),
         ({"mask": torch.ones(5, 7)}, "mask must be boolean"),
+        ({"mask": [True] * 7}, "mask must be a boolean torch.Tensor, not list"),
+        ({"spec": "linear_cosine", "length_power": 0.5}, "length_power must be a torch.Tensor"),
         ({"mask": torch.ones(5, 6, dtype=torch.bool)}, r"\[5, 6\] cannot be broadcast"),
         ({"spec": "nrom"}, "Did you mean 'norm'"),
         ({"form": "blocks"}, "Unknown form 'blocks'. Did you mean 'blocked'"),
@@ -161,3 +163,10 @@ def test_torch_compile(name: str) -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["softmax", "gate", "taylor:2"])
+def test_shapes_without_data(name: str) -> None:
+    q = torch.zeros(2, 4, 5, 8, device="meta")
+    gate = {"output_gate": torch.zeros(2, 4, 5, device="meta")} if name == "gate" else {}
+    assert sr.attention(q, q, q[..., :3], name, form="blocked", **gate).shape == (2, 4, 5, 3)

@@ -47,7 +47,7 @@ def test_sampling_and_beams_are_uncached(options: dict, batch: dict[str, torch.T
     assert torch.equal(*found)
 
 
-def test_generation_chooses_the_smaller_cache() -> None:
+def test_generation_takes_states_unless_they_outweigh_the_model() -> None:
     def cache_of(name: str, **options: object) -> object:
         model = build(name)
         ids = torch.tensor([[1, 2, 3]])
@@ -117,6 +117,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         cache.crop(1)
     with pytest.raises(ValueError, match="made by another spec"):
         build("taylor:3")(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="has seen nothing yet"):
+        sr.RecurrentCache().save(tmp_path / "cache.safetensors")
     cache.reset()
     with pytest.raises(ValueError, match="has seen nothing yet"):
         cache.save(tmp_path / "cache.safetensors")

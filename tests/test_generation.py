@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from softmax_rnn.data.tokenizer import byte_tokenizer
@@ -52,6 +53,20 @@ def test_the_newest_checkpoint_of_a_run_is_taken(tmp_path: Path) -> None:
     assert generate(tmp_path, "a", max_new_tokens=2).cache == "recurrent"
 
 
+def test_a_prompt_is_tokenised_as_in_training(tmp_path: Path) -> None:
+    """Without the special tokens that a tokenizer's template adds: an end would end it at once."""
+    model = saved(tmp_path, "norm")
+    plain = generate(model, "a", max_new_tokens=3)
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)]
+    )
+    tokenizer.save_pretrained(model)
+    assert generate(model, "a", max_new_tokens=3) == plain
+    with pytest.raises(ValueError, match="gives no token"):
+        generate(model, "")
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no model"):
         generate(tmp_path / "nothing", "a")
@@ -64,6 +79,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         generate(model, "")
     with pytest.raises(ValueError, match="temperature must be >= 0, not -1"):
         generate(model, "a", temperature=-1)
+    with pytest.raises(ValueError, match="top_k=5 must be at least 1, and it takes a temperature"):
+        generate(model, "a", top_k=5)
     with pytest.raises(ValueError, match="max_new_tokens must be >= 1, not 0"):
         generate(model, "a", max_new_tokens=0)
     theirs = LlamaConfig(

@@ -87,3 +87,11 @@ def test_the_spec_is_shown() -> None:
 def test_mistakes_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Attention(32, **options)  # type: ignore[arg-type]
+
+
+def test_masks_that_could_be_read_two_ways_are_refused() -> None:
+    layer = Attention(16, 2)
+    x = torch.zeros(2, 6, 16)
+    for mask in (torch.ones(2, 1, 6, 6, dtype=torch.long), torch.ones(6, 6, dtype=torch.bool)):
+        with pytest.raises(ValueError, match=r"attention_mask must be \[B, 1, T or 1, S\]"):
+            layer(x, attention_mask=mask)

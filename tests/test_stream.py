@@ -51,6 +51,7 @@ def test_gates_come_with_their_tokens_and_nothing_else_is_held() -> None:
 
 
 def test_a_spec_without_a_state_is_refused() -> None:
-    x = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ValueError, match="no finite state"):
-        sr.Stream("norm")(x, x, x)
+        sr.Stream("norm")
+    with pytest.raises(ValueError, match=r"clamp=5.0\) has no recurrent form"):
+        sr.Stream(sr.AttentionSpec(series="taylor", order=2, clamp=5.0))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from softmax_rnn.checks import check_extra, check_tensors, checked_mask
 from softmax_rnn.dispatch import choose
-from softmax_rnn.forms.row_sums import compute_dtype, visible_count
+from softmax_rnn.forms.row_sums import RowSums, compute_dtype, no_autocast, visible_count
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.state import State, check_finite, check_state, next_state
 from softmax_rnn.variants import resolve
@@ -141,7 +141,7 @@ def attention(
         check_state(state, spec, k, v)
 
     dtype, stateful = compute_dtype(q.dtype), state is not None or return_state
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device.type):
         feature_map = FEATURE_MAPS[spec.feature_map]
         if input_gate is not None:
             v = v * input_gate.unsqueeze(-1).to(v.dtype)
@@ -155,11 +155,11 @@ def attention(
             with_state = {"state": before, "keep_state": return_state}
         sums = way.compute(q_features, k_features, v, spec, causal=causal, mask=mask, **with_state)
         if stateful:
-            check_finite(sums, state, k, v)
+            check_finite(sums, spec, state, k_features, v, mask)
         out, log_scale = sums.numerator.to(dtype), sums.log_scale
         if spec.row_sum is not None:
             if sums.weight_sum is not None:  # else the form has divided already
-                out = out / _row_sum(sums.weight_sum, log_scale, spec).unsqueeze(-1)
+                out = out / _row_sum(sums, spec).unsqueeze(-1)
             log_scale = None
         elif spec.denominator != "none":
             length = visible_count(queries, keys, causal, mask, q.device)
@@ -182,11 +182,17 @@ def attention(
         return out, next_state(spec, state, sums.state, mask, keys)
 
 
-def _row_sum(weight_sum: Tensor, log_scale: Tensor | None, spec: AttentionSpec) -> Tensor:
+def _row_sum(sums: RowSums, spec: AttentionSpec) -> Tensor:
     """The row-sum denominator, in units of ``exp(log_scale)``, kept away from zero."""
-    rule = spec.row_sum
+    rule, weight_sum, noise = spec.row_sum, sums.weight_sum, sums.noise
     assert rule is not None
-    unit = torch.ones_like(weight_sum) if log_scale is None else (-log_scale).exp()
+    assert weight_sum is not None
+    unit = torch.ones_like(weight_sum) if sums.log_scale is None else (-sums.log_scale).exp()
+    if noise is not None:
+        # A sum below its own error says nothing: neither is the numerator more than that.
+        least = noise if spec.sign_definite else noise * _sign(weight_sum)
+        lost = weight_sum < noise if spec.sign_definite else weight_sum.abs() < noise
+        weight_sum = torch.where(lost & (noise > 0), least, weight_sum)
     total = weight_sum.detach() if rule.detached else weight_sum
     if rule.offset:
         total = total + rule.offset * unit

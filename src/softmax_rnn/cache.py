@@ -22,8 +22,9 @@ from softmax_rnn.symmetric import state_size
 class RecurrentCache(Cache):
     """One :class:`State` a layer in place of keys and values.
 
-    For models whose attention is a finite series without a clamp; :meth:`generate` of
-    ``SoftmaxRNNForCausalLM`` takes one by itself where it pays.
+    For models whose attention is a finite series without a clamp. ``SoftmaxRNNForCausalLM``'s
+    ``generate`` takes one by itself, unless its states outweigh the model; for a short text a
+    key/value cache is smaller and faster (``cache_implementation="dynamic"``).
 
     Example:
         >>> out = model.generate(ids, past_key_values=RecurrentCache(), max_new_tokens=100)
@@ -46,6 +47,8 @@ class RecurrentCache(Cache):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the states to a safetensors file."""
         path = Path(path)
+        if not self.layers:
+            raise ValueError("The cache has seen nothing yet.")
         tensors, states = {}, []
         for index, layer in enumerate(self.layers):
             if layer.state is None:
@@ -87,7 +90,6 @@ class RecurrentLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.state: State | None = None
-        self._home: torch.device | None = None
 
     def update(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: a state grows by attending, not by keys and values."""
@@ -131,16 +133,6 @@ class RecurrentLayer(CacheLayerMixin):
         if self.state is not None:
             rows = torch.arange(len(self.state.visible), device=self.state.visible.device)
             self.state = self.state.select(rows.repeat_interleave(repeats))
-
-    def offload(self) -> None:
-        """Move the state to the CPU."""
-        if self.state is not None:
-            self._home, self.state = self.state.sums.device, self.state.to("cpu")
-
-    def prefetch(self) -> None:
-        """Move the state back."""
-        if self.state is not None and self._home is not None:
-            self.state = self.state.to(self._home)
 
 
 def recurrent_bytes(config: Any, dtype: torch.dtype, batch: int = 1) -> int | None:

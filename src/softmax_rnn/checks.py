@@ -44,6 +44,8 @@ def checked_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if mask is None:
         return None
     full = (*q.shape[:3], k.shape[2])
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"mask must be a boolean torch.Tensor, not {type(mask).__name__}.")
     if mask.dtype != torch.bool:
         raise ValueError(f"mask must be boolean (True = visible), not {mask.dtype}.")
     if mask.device != q.device:
@@ -71,6 +73,8 @@ def check_extra(
         return
     if not used:
         raise ValueError(f"{name} was given, but this spec does not use one.")
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, not {type(value).__name__}.")
     if tuple(value.shape) != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, not {_shape(value)}.")
     if value.device != q.device:

@@ -5,8 +5,7 @@ chunked form meets only the pairs within a chunk, but builds the monomials of ke
 the keys' to the state and reads the state with the queries'; all heads that fit the cache share the
 overhead of a chunk. Forward times in nanoseconds on one core of a server CPU, fitted to
 measurements (benchmarks/recurrence.py checks the choices that follow from them); the backward pass
-costs either form about three times as much again, and more cores or a GPU change the unit rather
-than the ratio.
+costs either form about three times as much again. For a GPU they are a guess until measured there.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ _HEADS = 8  # where no number is given
 
 # Monomials of one step, in elements: on a CPU they should stay in its cache.
 FEATURES = {"cpu": 2**19, "cuda": 2**28}
+_MOST_FEATURES = 2**25  # of one head, where even one is beyond the cache
 
 
 def heads_together(spec: AttentionSpec, d_k: int, chunk: int, groups: int, device: str) -> int:
@@ -85,15 +85,29 @@ def chunked_cost(
 
 
 def chunk_length(
-    spec: AttentionSpec, queries: int, keys: int, d_k: int, d_v: int, heads: int = _HEADS
+    spec: AttentionSpec,
+    queries: int,
+    keys: int,
+    d_k: int,
+    d_v: int,
+    *,
+    heads: int = _HEADS,
+    groups: int = 1,
 ) -> int:
-    """Keys a chunk: long ones meet more pairs, short ones pass over the state more often."""
+    """Keys a chunk: long ones meet more pairs, short ones pass over the state more often.
+
+    No longer than what keeps the monomials of one head within bounds, if a shorter one does.
+    """
     sizes = (spec, queries, keys, d_k, d_v)
-    return min(_CHUNKS, key=lambda chunk: chunked_cost(*sizes, chunk=chunk, heads=heads))
+    each = cumulative_dimension(d_k, degrees(spec)[1]) * (groups + 1)
+    lean = [chunk for chunk in _CHUNKS if chunk * each <= _MOST_FEATURES] or _CHUNKS[:1]
+    return min(lean, key=lambda chunk: chunked_cost(*sizes, chunk=chunk, heads=heads))
 
 
 def crossover(spec: AttentionSpec | str, d_k: int, d_v: int, heads: int = _HEADS) -> int:
-    """The length from which on the chunked form beats the blocked one (causal, a query per key).
+    """About the length from which the chunked form beats the blocked one (causal, a query per key).
+
+    Near it the two cost nearly the same, and steps of chunks and blocks may favour either.
 
     Args:
         spec: a finite series, or the name of a variant with one.

@@ -21,7 +21,7 @@ from softmax_rnn.forms.recurrent import recurrent
 from softmax_rnn.forms.row_sums import RowSums
 from softmax_rnn.series import MAX_RADIUS, order_for
 from softmax_rnn.spec import AttentionSpec
-from softmax_rnn.state import require_memory
+from softmax_rnn.state import fits, require_memory
 from softmax_rnn.variants import resolve
 
 # What the error for an infinite series aims at.
@@ -111,8 +111,9 @@ def choose(
     if wants_state and not keys_alone:
         assert mask is not None
         raise ValueError(
-            f"With a state every query and head sees the same keys: mask must be broadcastable to "
-            f"[B, 1, 1, S], not {list(mask.shape)}. form='blocked' takes any mask, without a state."
+            "With a state every query and head sees the same keys: mask must be broadcastable to "
+            f"[B, 1, 1, S], not {list(mask.shape)}. form='blocked' (in a model: a key/value cache) "
+            "takes any mask, without a state."
         )
     if form == "auto":
         form = _cheapest(able, spec, q, k, v, causal, keys_alone)
@@ -125,7 +126,7 @@ def choose(
     if not stateful and not (q.shape[0] and q.shape[2] and k.shape[2]):
         form = "dense"  # nothing to compute; fused kernels divide by these sizes
     if FORMS[form].stateful:
-        require_memory(spec, k, v)
+        require_memory(spec, q, k, v)
     return FORMS[form]
 
 
@@ -144,7 +145,7 @@ def _cheapest(
         sizes = (spec, q.shape[2], k.shape[2], k.shape[3], v.shape[3])
         heads = max(1, k.shape[0] * k.shape[1])
         cost = chunked_cost(*sizes, causal=causal, heads=heads)
-        if cost < blocked_cost(*sizes, causal=causal, heads=heads):
+        if cost < blocked_cost(*sizes, causal=causal, heads=heads) and fits(spec, q, k, v):
             return "chunked"
     return able[0]
 

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from softmax_rnn.cache import RecurrentCache, key_value_bytes, recurrent_bytes
 from softmax_rnn.errors import require_choice
 from softmax_rnn.models import SoftmaxRNNForCausalLM
+from softmax_rnn.training.folder import RunFolder
 
 CACHES = ("auto", "recurrent", "key-value", "none")
 
@@ -79,6 +80,11 @@ def generate(
     require_choice("cache", cache, CACHES)
     if temperature < 0:
         raise ValueError(f"temperature must be >= 0, not {temperature!r}.")
+    if top_k is not None and (top_k < 1 or not temperature):
+        raise ValueError(
+            f"top_k={top_k!r} must be at least 1, and it takes a temperature above 0 (here "
+            f"{temperature!r})."
+        )
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be >= 1, not {max_new_tokens!r}.")
     folder = model_folder(checkpoint)
@@ -86,7 +92,8 @@ def generate(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if not isinstance(model, SoftmaxRNNForCausalLM):
         raise ValueError(f"{folder} holds a {type(model).__name__}, not one of this package.")
-    inputs = tokenizer(prompt, return_tensors="pt")
+    # As in training, where documents begin with their text alone.
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     if not inputs["input_ids"].shape[1]:
         raise ValueError(f"The prompt {prompt!r} gives no token; start with some text.")
     used = _cache(model, cache)
@@ -94,13 +101,14 @@ def generate(
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": top_k or 0}
     set_seed(seed)
+    eos = tokenizer.eos_token_id
     ids = model.generate(
         **inputs,
         **options,
         max_new_tokens=max_new_tokens,
         past_key_values=used,
         use_cache=used is not None,
-        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        pad_token_id=eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         streamer=TextStreamer(tokenizer, skip_special_tokens=True) if streamed else None,
     )
     prompted, tokens = inputs["input_ids"].shape[1], ids.shape[1]
@@ -120,16 +128,12 @@ def model_folder(path: Path) -> Path:
     """The folder of a saved model: ``path`` itself, or its newest checkpoint."""
     if (path / "config.json").exists():
         return path
-    steps = [
-        (int(found.name.partition("-")[2]), found)
-        for found in path.glob("checkpoint-*")
-        if (found / "config.json").exists()
-    ]
-    if not steps:
+    checkpoints = RunFolder(path).checkpoints
+    if not checkpoints:
         raise FileNotFoundError(
             f"{path} holds no model: neither config.json nor a checkpoint-N folder."
         )
-    return max(steps)[1]
+    return checkpoints[-1]
 
 
 def _cache(model: SoftmaxRNNForCausalLM, name: str) -> Cache | None:

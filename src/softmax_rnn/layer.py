@@ -125,8 +125,7 @@ class Attention(nn.Module):
         output_gate = None
         if self.output_gate is not None:
             output_gate = self.output_gate(hidden_states).sigmoid().transpose(1, 2)
-        if attention_mask is not None and attention_mask.dtype != torch.bool:
-            attention_mask = attention_mask == 0
+        attention_mask = _visible(attention_mask)
         options: dict[str, Any] = {
             "causal": attention_mask is None or attention_mask.shape[-2] == 1,
             "mask": attention_mask,
@@ -150,3 +149,15 @@ class Attention(nn.Module):
     def extra_repr(self) -> str:
         """The spec, in ``print(model)``."""
         return str(self.spec)
+
+
+def _visible(mask: Tensor | None) -> Tensor | None:
+    """A boolean mask, True = visible, of a boolean or an additive one."""
+    if mask is None or (mask.dtype == torch.bool and mask.ndim == 4):
+        return mask
+    if mask.ndim != 4 or not mask.is_floating_point():
+        raise ValueError(
+            "attention_mask must be [B, 1, T or 1, S], boolean (True = visible) or additive "
+            f"(0 = visible), not {mask.dtype} of shape {list(mask.shape)}."
+        )
+    return mask == 0

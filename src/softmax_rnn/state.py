@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 
+from softmax_rnn.cost import chunk_length, heads_together
 from softmax_rnn.forms.row_sums import RowSums, compute_dtype
 from softmax_rnn.spec import AttentionSpec
-from softmax_rnn.symmetric import degrees, state_rows, state_size
+from softmax_rnn.symmetric import cumulative_dimension, degrees, state_rows, state_size
 
-# States smaller than this always fit; asking for the free memory costs more than they do.
+# Less than this always fits; asking for the free memory costs more than they do.
 _SMALL = 2**26
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class State:
     """What the recurrent form holds after some tokens, whatever their number.
 
@@ -24,7 +27,8 @@ class State:
         spec: the specification that made it.
         sums: ``sum_s v_s monomials(k_s)^T`` (the stacked hidden states ``H^n`` of section 3.1 in
             the symmetric basis, transposed), with a last row ``sum_s monomials(k_s)`` where the
-            spec has a row sum; [B, Hkv, E or E + 1, monomials], float32 or float64.
+            spec has a row sum; [B, Hkv, E or E + 1, monomials]: float64 for inputs of float64,
+            else float32, whose counting ends near 2^24 = 16.8 million tokens of like size.
         visible: number of visible keys so far, for the length denominators; [B], int64.
         tokens: number of positions so far, hidden ones included.
     """
@@ -86,16 +90,27 @@ def next_state(
     return State(spec, sums, state.visible + seen, state.tokens + keys)
 
 
-def check_finite(sums: RowSums, state: State | None, k: Tensor, v: Tensor) -> None:
+def check_finite(
+    sums: RowSums,
+    spec: AttentionSpec,
+    state: State | None,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+) -> None:
     """Raise if a state holds no finite number any more, naming the token that did it.
 
-    A number that is not finite reaches every later output, so that the outputs tell.
+    A number that is not finite reaches every output that sees it, so that the outputs tell of it;
+    but the last keys no output may see well, and these are told by the size of their powers.
 
     Raises:
         FloatingPointError: with the index of the token, counted from the start of the state.
     """
-    shown = sums.state if sums.numerator.numel() == 0 else sums.numerator
-    if shown is None or torch.compiler.is_compiling() or shown.isfinite().all():
+    if torch.compiler.is_compiling():
+        return
+    if mask is not None:  # [B, 1, 1, S]; a hidden key may hold anything
+        k, v = (x.masked_fill(~mask.transpose(2, 3), 0.0) for x in (k, v))
+    if sums.numerator.isfinite().all() and not _may_overflow(sums, spec, k, v):
         return
     before = 0 if state is None else state.tokens
     if state is not None and not state.sums.isfinite().all():
@@ -106,44 +121,70 @@ def check_finite(sums: RowSums, state: State | None, k: Tensor, v: Tensor) -> No
             token = before + int(bad[0])
             raise FloatingPointError(f"The {name} of token {token} holds NaN or infinity.")
     if sums.state is not None and not sums.state.isfinite().all():
-        largest = k.detach().norm(dim=-1).flatten(0, 1).amax(0)
+        largest = k.detach().abs().amax(-1).flatten(0, 1).amax(0)
         token = before + int(largest.argmax())
         raise FloatingPointError(
             f"The state overflows {sums.state.dtype} between tokens {before} and "
-            f"{before + k.shape[2] - 1}; the longest key, of token {token}, has length "
+            f"{before + k.shape[2] - 1}; the longest key, of token {token}, has entries of "
             f"{largest.max().item():.3g}. Use a lower order, shorter keys or float64."
         )
 
 
-def require_memory(spec: AttentionSpec, k: Tensor, v: Tensor) -> None:
-    """Raise ``MemoryError`` if the state for such keys and values does not fit, nor its monomials.
+def _may_overflow(sums: RowSums, spec: AttentionSpec, k: Tensor, v: Tensor) -> bool:
+    """Whether sums of a key's powers times its value may be beyond the range of the state."""
+    if sums.state is None or not k.numel() or not v.numel():
+        return False
+    largest = [max(1.0, float(x.detach().abs().max())) for x in (k, v)]
+    log_size = degrees(spec)[1] * math.log(largest[0]) + math.log(largest[1] * k.shape[2])
+    return not log_size < math.log(torch.finfo(sums.state.dtype).max)
 
-    The error says how many bytes it takes and the largest order that fits.
-    """
 
-    def needed(order: int) -> int:
-        of_order = replace(spec, order=order)
-        return heads * size * state_size(of_order, k.shape[3], v.shape[3])
+def fits(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the states of the chunked form, and what it works with, fit the free memory."""
+    needed = _bytes_needed(spec, q, k, v)
+    return needed < _SMALL or needed <= _free_bytes(k.device)
 
-    heads, size = k.shape[0] * k.shape[1], compute_dtype(k.dtype).itemsize
+
+def require_memory(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ``MemoryError`` unless :func:`fits`, with the bytes and the largest order that does."""
+    if fits(spec, q, k, v):
+        return
     order = degrees(spec)[1]
-    if needed(order) < _SMALL:
-        return
-    if k.device.type == "cuda":
-        free = torch.cuda.mem_get_info(k.device)[0]
-        free += torch.cuda.memory_reserved(k.device) - torch.cuda.memory_allocated(k.device)
-    else:
-        free = psutil.virtual_memory().available
-    if _WORKING * needed(order) <= free:
-        return
-    fits = max((n for n in range(order) if _WORKING * needed(n) <= free), default=None)
-    advice = "no order fits" if fits is None else f"the largest order that fits is {fits}"
+    lower = (n for n in range(order - 1, -1, -1) if fits(replace(spec, order=n), q, k, v))
+    largest = next(lower, None)
+    advice = "no order fits" if largest is None else f"the largest order that fits is {largest}"
+    heads, size = k.shape[0] * k.shape[1], compute_dtype(k.dtype).itemsize
+    state = heads * size * state_size(spec, k.shape[3], v.shape[3])
     raise MemoryError(
-        f"The state of order {order} takes {needed(order):,} bytes ({heads} heads, key width "
-        f"{k.shape[3]}, value width {v.shape[3]}) and as much again to work with; "
-        f"{free:,} bytes are free; {advice}."
+        f"The state of order {order} takes {state:,} bytes ({heads} heads, key width {k.shape[3]}, "
+        f"value width {v.shape[3]}), with what is needed to work with it "
+        f"{_bytes_needed(spec, q, k, v):,}; {_free_bytes(k.device):,} are free; {advice}."
     )
 
 
-# The old and the new state, and the weighted one that queries read.
-_WORKING = 3
+def _bytes_needed(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> int:
+    """The old state, the new and the weighted one; a chunk's monomials; states kept to train."""
+    heads, groups = k.shape[0] * k.shape[1], q.shape[1] // max(1, k.shape[1])
+    sizes = (spec, q.shape[2], k.shape[2], k.shape[3], v.shape[3])
+    chunk = chunk_length(*sizes, heads=max(1, heads), groups=groups)
+    together = heads_together(spec, k.shape[3], chunk, groups, k.device.type)
+    rows = cumulative_dimension(k.shape[3], degrees(spec)[1])
+    length = min(chunk, k.shape[2])
+    monomials = 2 * min(together, heads) * rows * length * (groups + 1)  # and their gradients
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    states = 3 + (k.shape[2] // chunk if trained else 0)
+    state = heads * state_size(spec, k.shape[3], v.shape[3])
+    return compute_dtype(k.dtype).itemsize * (monomials + states * state)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")  # a container's limit, where there is one
+    try:
+        limit = int((group / "memory.max").read_text())
+        return min(free, limit - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        return free

@@ -10,13 +10,16 @@ from torch import Tensor
 from softmax_rnn.attention import attention
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.state import State
+from softmax_rnn.symmetric import degrees
 from softmax_rnn.variants import resolve
 
 
 class Stream:
     """Causal attention of a finite series, fed pieces of any length in order.
 
-    Gradients stop at every call; to train through states, call ``attention`` with ``state``.
+    Gradients stop at every call; to train through states, call ``attention`` with ``state``. A
+    float32 state counts to some 2^24 = 16.8 million tokens, or calls of many tokens at once; feed
+    float64 for more.
 
     Args:
         spec: a finite series without a clamp, or the name of a variant with one.
@@ -46,6 +49,9 @@ class Stream:
         state: State | None = None,
     ) -> None:
         self.spec = resolve(spec)
+        degrees(self.spec)  # a series without an end has no state
+        if self.spec.clamp is not None:
+            raise ValueError(f"A clamped score (clamp={self.spec.clamp}) has no recurrent form.")
         self.state = state
         self._parameters: dict[str, Any] = {
             "length_power": length_power,

@@ -84,9 +84,10 @@ def monomials(x: Tensor, degree: int) -> Tensor:
     if degree:
         out[..., 1 : width + 1, :] = x
     if length <= _FEW:
-        for rows, parents, new in _levels(width, degree, x.device):
+        for rows, indices in _levels(width, degree):
+            parents, factors = torch.from_numpy(indices).to(x.device)
             above = out.index_select(-2, parents)
-            torch.mul(above, x.index_select(-2, new), out=out[..., rows, :])
+            torch.mul(above, x.index_select(-2, factors), out=out[..., rows, :])
         return out
     # Views made all at once: for short columns they cost as much as the products.
     factors = x.unsqueeze(-3).unbind(-2)
@@ -137,7 +138,6 @@ def multiplicities(width: int, degree: int) -> np.ndarray[tuple[int], np.dtype[n
     return counts
 
 
-@lru_cache(maxsize=64)
 def row_weights(
     spec: AttentionSpec,
     width: int,
@@ -147,15 +147,20 @@ def row_weights(
     """The weight of every state row of a finite series: ``a_n * n! / alpha!``; [rows].
 
     ``sum(row_weights * monomials(q) * monomials(k)) = w(q . k)``, over the rows of the state.
-    Computed once: not to be written to.
     """
+    return torch.tensor(_row_weights(spec, width), dtype=dtype, device=device)
+
+
+# Arrays are kept, not tensors: a tensor made under inference mode, or without data while something
+# is traced, would not do for the next call.
+@lru_cache(maxsize=64)
+def _row_weights(spec: AttentionSpec, width: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     first, last = degrees(spec)
     coefficients = PowerSeries.of(spec).coefficients
     assert coefficients is not None
     sizes = [dimension(width, n) for n in range(last + 1)]
     every = multiplicities(width, last) * np.repeat(coefficients, sizes)
-    with torch.inference_mode(False):  # kept, and so perhaps used for training later
-        return torch.from_numpy(every[sum(sizes[:first]) :]).to(device, dtype)
+    return every[sum(sizes[:first]) :]
 
 
 # Columns up to which a gather is faster than a product per index.
@@ -168,6 +173,9 @@ def kronecker_power(x: Tensor, degree: int) -> Tensor:
     for _ in range(degree):
         out = (out.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2)
     return out
+
+
+Indices = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
 class _Product(NamedTuple):
@@ -195,17 +203,13 @@ def _products(width: int, degree: int) -> tuple[_Product, ...]:
 
 
 @lru_cache(maxsize=64)
-def _levels(
-    width: int, degree: int, device: torch.device
-) -> tuple[tuple[slice, Tensor, Tensor], ...]:
-    """The same by degree, for a gather: rows, the parent and the factor of each."""
+def _levels(width: int, degree: int) -> tuple[tuple[slice, Indices], ...]:
+    """The same by degree, for a gather: rows, and the parent and the factor of each."""
     levels = []
     for order in range(2, degree + 1):
         level = [p for p in _products(width, degree) if p.order == order]
         parents = np.concatenate([np.arange(p.parents, p.parents + p.size) for p in level])
         factors = np.repeat([p.factor for p in level], [p.size for p in level])
         rows = slice(level[0].start, level[-1].start + level[-1].size)
-        with torch.inference_mode(False):
-            gather = torch.from_numpy(np.stack([parents, factors])).to(device)
-        levels.append((rows, gather[0], gather[1]))
+        levels.append((rows, np.stack([parents, factors])))
     return tuple(levels)

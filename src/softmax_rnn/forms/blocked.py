@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from softmax_rnn.forms.row_sums import RowSums, compute_dtype
+from softmax_rnn.forms.row_sums import RowSums, compute_dtype, in_own_precision
 from softmax_rnn.series import PowerSeries
 from softmax_rnn.spec import AttentionSpec
 
@@ -151,6 +151,7 @@ class _BlockedSums(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @in_own_precision
     def backward(
         ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:

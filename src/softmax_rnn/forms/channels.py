@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from softmax_rnn.forms.row_sums import RowSums, compute_dtype
+from softmax_rnn.series import PowerSeries
 from softmax_rnn.spec import AttentionSpec
 
 Function = TypeVar("Function", bound=Callable[..., RowSums])
@@ -36,21 +37,54 @@ def to_columns(
     channels = v.to(dtype).mT
     if spec.row_sum is not None:
         channels = torch.cat([channels, channels.new_ones(*v.shape[:2], 1, v.shape[2])], dim=2)
-    if mask is not None:
-        channels = channels * mask.to(dtype)
+    keys = k.to(dtype).mT
+    if mask is not None:  # not by a factor of zero: what is hidden may be NaN
+        channels, keys = channels.masked_fill(~mask, 0.0), keys.masked_fill(~mask, 0.0)
     queries = q.to(dtype).unflatten(1, (k.shape[1], -1)).movedim(-1, 2)
     return (
         queries.flatten(0, 1) * spec.score_scale(q.shape[-1]),
-        k.to(dtype).mT.flatten(0, 1).contiguous(),
+        keys.flatten(0, 1).contiguous(),
         channels.flatten(0, 1).contiguous(),
         None if state is None else state.flatten(0, 1),
     )
 
 
-def from_columns(sums: Tensor, spec: AttentionSpec, k: Tensor, state: Tensor | None) -> RowSums:
-    """[N, C, G, T] and the state [N, C, rows] back to what every form returns."""
+def balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys of like size, with the same products: high powers of either overflow.
+
+    A power of two for each head, so that nothing is rounded. Only where no state comes or goes:
+    its keys are to stay as they are.
+    """
+    largest = [x.detach().abs().flatten(1).amax(1) if x[0].numel() else None for x in (q, k)]
+    if largest[0] is None or largest[1] is None:
+        return q, k
+    ratio = (largest[0] / largest[1]).sqrt().log2().round().exp2()
+    ratio = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0)
+    return q / ratio.view(-1, 1, 1, 1), k * ratio.view(-1, 1, 1)
+
+
+def read_noise(q: Tensor, state: Tensor, spec: AttentionSpec, weights: Tensor) -> Tensor:
+    """The rounding error of a weight sum read from a state: [N, G * L] of queries [N, D, G * L].
+
+    The products with the monomials may cancel down to a small ``w(q . k)``; their error follows
+    their size, ``|w(q . q)|^(1/2)`` times the norm of the state's last channel (Cauchy-Schwarz).
+    """
+    size = PowerSeries.of(spec)(q.square().sum(1)).sqrt()
+    norm = (weights * state[:, -1].square()).sum(-1, keepdim=True).sqrt()
+    return _ROUNDING * torch.finfo(q.dtype).eps * size * norm
+
+
+# Errors of so many products add up to some units in the last place.
+_ROUNDING = 4.0
+
+
+def from_columns(
+    sums: Tensor, spec: AttentionSpec, k: Tensor, state: Tensor | None, noise: Tensor | None
+) -> RowSums:
+    """[N, C, G, T], the state [N, C, rows] and the noise [N, G, T] back to what forms return."""
     sums = sums.unflatten(0, k.shape[:2]).movedim(2, -1).flatten(1, 2)
     state = None if state is None else state.unflatten(0, k.shape[:2])
     if spec.row_sum is None:
         return RowSums(sums, state=state)
-    return RowSums(sums[..., :-1], sums[..., -1], state=state)
+    noise = None if noise is None else noise.unflatten(0, k.shape[:2]).flatten(1, 2)
+    return RowSums(sums[..., :-1], sums[..., -1], state=state, noise=noise)

@@ -20,8 +20,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from softmax_rnn.cost import chunk_length, heads_together
-from softmax_rnn.forms.channels import from_columns, to_columns, uncompiled
-from softmax_rnn.forms.row_sums import RowSums
+from softmax_rnn.forms.channels import (
+    balanced,
+    from_columns,
+    read_noise,
+    to_columns,
+    uncompiled,
+)
+from softmax_rnn.forms.row_sums import RowSums, in_own_precision
 from softmax_rnn.series import PowerSeries
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.symmetric import (
@@ -70,18 +76,24 @@ def chunked(
         keep_state: whether to return the state after the last key.
     """
     qs, ks, vs, before = to_columns(q, k, v, spec, mask, state)
+    if before is None and not keep_state:
+        qs, ks = balanced(qs, ks)
     inputs = (qs, ks, vs) if before is None else (qs, ks, vs, before)
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     heads = max(1, k.shape[0] * k.shape[1])
-    chunk = chunk_length(spec, q.shape[2], k.shape[2], k.shape[3], v.shape[3], heads)
+    sizes = (spec, q.shape[2], k.shape[2], k.shape[3], v.shape[3])
+    chunk = chunk_length(*sizes, heads=heads, groups=q.shape[1] // k.shape[1])
     plan = _Plan(spec, causal, chunk, keep_state, differentiable)
-    outs, states = [], []
+    outs, states, noises = [], [], []
     for some in _head_groups(qs, plan):
         part = None if before is None else before[some]
-        out, after = _ChunkedSums.apply(qs[some], ks[some], vs[some], part, plan)
+        out, after, noise = _ChunkedSums.apply(qs[some], ks[some], vs[some], part, plan)
         outs.append(out)
         states.append(after)
-    return from_columns(torch.cat(outs), spec, k, torch.cat(states) if keep_state else None)
+        noises.append(noise)
+    after = torch.cat(states) if keep_state else None
+    noise = torch.cat(noises) if spec.row_sum is not None else None
+    return from_columns(torch.cat(outs), spec, k, after, noise)
 
 
 def _head_groups(q: Tensor, plan: _Plan) -> Iterator[slice]:
@@ -145,13 +157,20 @@ class _Chunks:
 
 
 class _ChunkedSums(torch.autograd.Function):
-    """(q, k, value channels, state) -> (sums over channels, state after the last key)."""
+    """(q, k, value channels, state) -> (sums, state after the last key, noise of the sums)."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, plan: _Plan
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         of = _Chunks(q, k, v, plan)
+        noise = q.new_zeros(len(q), *q.shape[2:]) if plan.spec.row_sum is not None else None
+
+        def note(where: slice, queries: Tensor, state: Tensor) -> None:
+            if noise is not None:
+                size = read_noise(queries, state, plan.spec, of.weights)
+                noise[..., where] = size.unflatten(1, (q.shape[2], -1))
+
         out = q.new_empty(len(q), v.shape[1], *q.shape[2:])
         seen, kept = state, []
 
@@ -173,6 +192,7 @@ class _ChunkedSums(torch.autograd.Function):
                 if seen is not None:
                     used = of.features(queries, keys)[1] if adds else of.features(queries)[1]
                     sums.baddbmm_(of.weights * seen, used[0])
+                    note(where, queries, seen)
                     seen = add(here, used[1]) if adds else seen
                 elif adds:
                     seen = add(here, of.features(keys)[1][0])
@@ -184,18 +204,25 @@ class _ChunkedSums(torch.autograd.Function):
             kept.append(seen)
             weighted = of.weights * seen
             for where in _slices(0, q.shape[3], plan.chunk):
-                of.place(weighted @ of.features(of.queries(where))[1][0], out, where)
+                queries = of.queries(where)
+                of.place(weighted @ of.features(queries)[1][0], out, where)
+                note(where, queries, seen)
         if plan.differentiable:
             ctx.save_for_backward(q, k, v, *kept)
             ctx.plan, ctx.had_state = plan, state is not None
             ctx.set_materialize_grads(False)
+        if noise is not None:
+            ctx.mark_non_differentiable(noise)
         if not plan.keep_state:
-            return out, None
-        return out, of.no_state() if seen is None else seen
+            return out, None, noise
+        return out, of.no_state() if seen is None else seen, noise
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, dseen: Tensor | None) -> tuple[Tensor | None, ...]:
+    @in_own_precision
+    def backward(
+        ctx: Any, grad: Tensor | None, dseen: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
         q, k, v, *kept = ctx.saved_tensors
         plan: _Plan = ctx.plan
         of = _Chunks(q, k, v, plan)

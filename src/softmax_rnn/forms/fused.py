@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from softmax_rnn.forms.row_sums import RowSums, visible
+from softmax_rnn.forms.row_sums import RowSums, in_own_precision, visible
 from softmax_rnn.spec import AttentionSpec
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -84,6 +84,7 @@ class _FlashSums(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @in_own_precision
     def backward(
         ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:

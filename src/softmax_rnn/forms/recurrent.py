@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from softmax_rnn.forms.channels import from_columns, to_columns, uncompiled
-from softmax_rnn.forms.row_sums import RowSums
+from softmax_rnn.forms.channels import (
+    balanced,
+    from_columns,
+    read_noise,
+    to_columns,
+    uncompiled,
+)
+from softmax_rnn.forms.row_sums import RowSums, in_own_precision
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.symmetric import degrees, monomials, monomials_backward, row_weights, state_rows
 
@@ -28,26 +34,37 @@ def recurrent(
 ) -> RowSums:
     """As :func:`softmax_rnn.forms.chunked.chunked`, holding nothing but the state."""
     qs, ks, vs, seen = to_columns(q, k, v, spec, mask, state)
+    if seen is None and not keep_state:
+        qs, ks = balanced(qs, ks)
     degree = degrees(spec)[1]
     rows = state_rows(spec, q.shape[-1])
-    weights = row_weights(spec, q.shape[-1], qs.dtype, qs.device).unsqueeze(-1)
+    weights = row_weights(spec, q.shape[-1], qs.dtype, qs.device)
     if seen is None:
         seen = vs.new_zeros(*vs.shape[:2], rows)
 
     def features(columns: Tensor) -> Tensor:
         return _Monomials.apply(columns, degree)[:, -rows:]
 
+    outs: list[Tensor] = []
+    noises: list[Tensor] = []
+
+    def read(token: int, seen: Tensor) -> None:
+        queries = qs[..., token]  # of all heads that share a key
+        outs.append(seen @ (weights.unsqueeze(-1) * features(queries)))
+        if spec.row_sum is not None:
+            noises.append(read_noise(queries.detach(), seen.detach(), spec, weights))
+
     past = k.shape[2] - q.shape[2] if causal else k.shape[2]
-    outs = []
     for token in range(k.shape[2]):
         value, key = vs[..., token, None], features(ks[..., token, None])
         seen = torch.baddbmm(seen, value, key.mT)
-        if token >= past:  # all query heads that share this key
-            outs.append(seen @ (weights * features(qs[..., token - past])))
-    if not causal:
-        outs = [seen @ (weights * features(qs[..., token])) for token in range(q.shape[2])]
+        if token >= past:
+            read(token - past, seen)
+    for token in range(0 if causal else q.shape[2]):
+        read(token, seen)
     sums = torch.stack(outs, dim=-1) if outs else vs.new_zeros(*vs.shape[:2], qs.shape[2], 0)
-    return from_columns(sums, spec, k, seen if keep_state else None)
+    noise = torch.stack(noises, dim=-1) if noises else None
+    return from_columns(sums, spec, k, seen if keep_state else None, noise)
 
 
 class _Monomials(torch.autograd.Function):
@@ -62,6 +79,7 @@ class _Monomials(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @in_own_precision
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         columns, features = ctx.saved_tensors
         return monomials_backward(columns, ctx.degree, features, grad.clone()), None

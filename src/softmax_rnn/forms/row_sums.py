@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,12 +22,37 @@ class RowSums(NamedTuple):
         log_scale: [B, H, T], or ``None`` for 0. A constant to autograd: the gradients of the
             other two are those of the true sums times ``exp(-log_scale)``.
         state: the state after the last key, where a form that has one was asked to keep it.
+        noise: [B, H, T], the size of the rounding error of the weight sum where it was read from
+            a state, whose monomials may cancel; ``None`` where every weight was computed.
     """
 
     numerator: Tensor
     weight_sum: Tensor | None = None
     log_scale: Tensor | None = None
     state: Tensor | None = None
+    noise: Tensor | None = None
+
+
+Backward = TypeVar("Backward", bound=Callable[..., Any])
+
+
+def in_own_precision(backward: Backward) -> Backward:
+    """Keep autocast out of a hand-written backward pass, which may run within it."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        device = next((x.device.type for x in grads if isinstance(x, Tensor)), "cpu")
+        with no_autocast(device):
+            return backward(ctx, *grads)
+
+    return cast(Backward, run)
+
+
+def no_autocast(device: str) -> AbstractContextManager[None]:
+    """Sums choose their own precision; some devices (meta) have no autocast to keep out."""
+    if torch.amp.is_autocast_available(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
