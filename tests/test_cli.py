@@ -62,6 +62,19 @@ def test_train_then_generate_then_analyze(
         assert (out / name).stat().st_size > 0
 
 
+def test_prepare(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["prepare", str(texts), "--test-fraction", "0.2", "--workers", "1"]
+    assert main(command) == 0
+    first = capsys.readouterr().out
+    assert "tokens, SHA-256" in first
+    assert main([*command, "--verify"]) == 0
+    assert capsys.readouterr().out == first
+    (shard,) = Path(first.split("\n")[2].strip()).glob("test*.bin")
+    shard.write_bytes(bytes(len(shard.read_bytes())))
+    assert main([*command, "--verify"]) == 2
+    assert shard.name in capsys.readouterr().err
+
+
 def test_reproduce_dry_run_and_claims(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ from softmax_rnn.report import find_runs, report
 from softmax_rnn.report.table import rich_table
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.training import PRESETS, RunConfig, train
+from softmax_rnn.training.run import load_corpus
 from softmax_rnn.variants import variants
 
 DEMO = ("softmax", "norm", "gate", "linear_elu", "linear_relu", "linear_cosine")
@@ -103,6 +104,41 @@ def _train(parsed: Namespace) -> int:
         f"{folder.path}: {summary['steps']} steps, train loss {summary['train_loss']:.4f}, "
         f"test loss {summary['test_loss']:.4f}"
     )
+    return 0
+
+
+def _prepare_options(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
+    parser.add_argument("corpus", type=str, help="stdlib, a file, folder or glob, or hf:owner/name")
+    parser.add_argument("--preset", type=str, default="demo", help=f"one of {', '.join(PRESETS)}")
+    for name, kind in _CORPUS_FIELDS.items():
+        parser.add_argument(f"--{name}", type=kind, default=defaults[name])
+    parser.add_argument("--workers", type=int, help="processes that tokenise (default: one a core)")
+    parser.add_argument("--verify", action="store_true", help="check every shard by its hash")
+
+
+# The settings of a run that its prepared corpus depends on.
+_CORPUS_FIELDS: dict[str, Any] = {
+    "tokenizer": str,
+    "text_column": str,
+    "test_fraction": float,
+    "split_seed": int,
+    "max_tokens": int | None,
+}
+
+
+def _prepare(parsed: Namespace) -> int:
+    fields = {name: parsed[name] for name in ("corpus", *_CORPUS_FIELDS)}
+    corpus = load_corpus(RunConfig.from_dict(fields), workers=parsed.workers)
+    if parsed.verify:
+        corpus.verify()
+    for split in ("train", "test"):
+        counts = corpus.manifest[split]
+        console.print(
+            f"{split:5} {counts['tokens']:,} tokens, SHA-256 {counts['sha256']}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    _print_paths([corpus.folder])
     return 0
 
 
@@ -288,6 +324,13 @@ COMMANDS: dict[str, Command] = {
         epilog=f"Variants: {', '.join(variants())}; families take an order, as in taylor:4.",
     ),
     "train": Command("train one variant", _train_options, _train),
+    "prepare": Command(
+        "tokenise a corpus once",
+        _prepare_options,
+        _prepare,
+        about="Tokenise a corpus of any size into shards; given again, it goes on where it "
+        "stopped. Runs with the same settings find it.",
+    ),
     "reproduce": Command(
         "make a figure of the paper",
         _reproduce_options,

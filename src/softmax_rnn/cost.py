@@ -66,9 +66,7 @@ def chunked_cost(
     """Of the chunked form, per head; with its best chunk length unless one is given."""
     sizes = (spec, queries, keys, d_k, d_v)
     if chunk is None:
-        return min(
-            chunked_cost(*sizes, causal=causal, heads=heads, chunk=length) for length in _CHUNKS
-        )
+        chunk = chunk_length(*sizes, heads=heads)
     last = degrees(spec)[1]
     rows = state_rows(spec, d_k)
     chunks = math.ceil(keys / chunk)

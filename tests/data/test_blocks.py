@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+import softmax_rnn.data.blocks as blocks_module
 from softmax_rnn.data import ShuffledBlocks, TokenBlocks, prepare
 from softmax_rnn.data.tokenizer import byte_tokenizer
 
@@ -18,7 +20,12 @@ def test_blocks_cut_the_stream(texts: Path, tmp_path: Path) -> None:
     assert len(corpus.tokens("train")) - len(stream) < 100
 
 
-def test_order_is_a_function_of_seed_and_position(texts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("table", [2**24, 10])
+def test_order_is_a_function_of_seed_and_position(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: int
+) -> None:
+    """Also with more blocks than a permutation is written down for."""
+    monkeypatch.setattr(blocks_module, "_TABLE", table)
     blocks = TokenBlocks(prepare(str(texts), byte_tokenizer(), cache=tmp_path), "train", 100)
     count = len(blocks)
 

@@ -25,6 +25,9 @@ def test_json_lines(tmp_path: Path) -> None:
         "a.jsonl": json_lines(),
         "a.jsonl.gz": gzip.compress(json_lines()),
         "a.jsonl.zst": zstandard.compress(json_lines()),
+        "frames.jsonl.zst": b"".join(
+            zstandard.compress(line) for line in json_lines().splitlines(keepends=True)
+        ),
     }
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)

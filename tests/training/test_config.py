@@ -59,6 +59,8 @@ def test_clipping_is_the_papers_unless_given() -> None:
         ({"log_every": 10, "save_every": 15}, "save_every=15 must be a multiple of log_every=10"),
         ({"warmup_steps": 900, "steps": 800}, "warmup_steps=900 must lie in"),
         ({"precision": "fp8"}, "Got value: fp8"),
+        ({"packing": "rows"}, "Got value: rows"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
     ],
 )
 def test_mistakes_are_named(fields: dict[str, object], message: str) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import io
 import json
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO, NamedTuple, TextIO
 
-import fsspec
 import pyarrow.parquet
+import zstandard
+from fsspec.compression import compr
 from fsspec.utils import infer_compression
 
 STDLIB = "stdlib"
+PASSAGE = 2**20  # characters of a long text read at once
 # Tests and bundled packages differ between distributions of Python; the library hardly does.
 _STDLIB_SKIPS = {
     "__pycache__",
@@ -27,7 +32,21 @@ _STDLIB_SKIPS = {
 
 
 class CorpusError(ValueError):
-    """A corpus that cannot be read; the message names the file."""
+    """A corpus that cannot be read or used; the message names the file."""
+
+
+class Passage(NamedTuple):
+    """A document, or a piece of a long one.
+
+    Attributes:
+        text: never empty, unless the document is.
+        ends: whether the document ends with it.
+        share: share of the file that was read by then, 0 to 1.
+    """
+
+    text: str
+    ends: bool
+    share: float
 
 
 def corpus_files(corpus: str) -> list[Path]:
@@ -64,12 +83,18 @@ def corpus_files(corpus: str) -> list[Path]:
     if not files:
         raise CorpusError(
             f"No file matches the corpus {corpus!r} (empty and hidden ones left out). Give "
-            f"'{STDLIB}', a file, a folder or a glob such as 'texts/**/*.jsonl'."
+            f"'{STDLIB}', a file, a folder, a glob such as 'texts/**/*.jsonl', or "
+            "'hf:owner/name' for a dataset of the Hugging Face Hub."
         )
     return sorted(files)
 
 
-def read_documents(path: Path, text_column: str) -> Iterator[str]:
+def is_text(path: Path) -> bool:
+    """Whether the file is one document, and not rows of them."""
+    return _reader(path) is _read_text
+
+
+def read_passages(path: Path, text_column: str) -> Iterator[Passage]:
     """The documents of one file: every row of JSON lines or Parquet, the whole of a text file.
 
     Args:
@@ -77,15 +102,14 @@ def read_documents(path: Path, text_column: str) -> Iterator[str]:
             ``.zst`` and the like on top of text and JSON lines are unpacked on the fly.
         text_column: the key or column that holds the text.
 
+    Yields:
+        Rows whole; text in passages of about ``PASSAGE`` characters, cut at the ends of lines.
+
     Raises:
         CorpusError: naming the file, and the line or the columns.
     """
-    packed = infer_compression(path.name)
-    reader = _READERS.get((path.with_suffix("") if packed else path).suffix, _read_text)
-    if packed and reader is _read_parquet:
-        raise CorpusError(f"{path} is Parquet packed with {packed}: unpack it first.")
     try:
-        yield from reader(path, text_column)
+        yield from _reader(path)(path, text_column)
     except CorpusError:
         raise
     except UnicodeDecodeError as error:
@@ -94,13 +118,44 @@ def read_documents(path: Path, text_column: str) -> Iterator[str]:
         raise CorpusError(f"Cannot read the corpus file {path}: {error}") from error
 
 
-def _read_text(path: Path, _: str) -> Iterator[str]:
-    with fsspec.open(path, "rt", encoding="utf-8", compression="infer") as file:
-        yield file.read()
+_Reader = Callable[[Path, str], Iterator[Passage]]
 
 
-def _read_json_lines(path: Path, column: str) -> Iterator[str]:
-    with fsspec.open(path, "rt", encoding="utf-8", compression="infer") as file:
+def _reader(path: Path) -> _Reader:
+    packed = infer_compression(path.name)
+    reader = _READERS.get((path.with_suffix("") if packed else path).suffix, _read_text)
+    if packed and reader is _read_parquet:
+        raise CorpusError(f"{path} is Parquet packed with {packed}: unpack it first.")
+    return reader
+
+
+@contextlib.contextmanager
+def _unpacked(path: Path) -> Iterator[tuple[TextIO, Callable[[], float]]]:
+    """The file as text, and the share of its bytes that was read."""
+    packed, size = infer_compression(path.name), path.stat().st_size
+    with path.open("rb") as raw:
+        data: BinaryIO = raw
+        if packed == "zstd":  # files of several frames are usual: a read may cross their ends
+            data = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        elif packed:
+            data = compr[packed](raw, mode="r")
+        with io.TextIOWrapper(data, encoding="utf-8") as text:
+            yield text, lambda: raw.tell() / size
+
+
+def _read_text(path: Path, _: str) -> Iterator[Passage]:
+    with _unpacked(path) as (file, share):
+        text = file.read(PASSAGE) + file.readline(PASSAGE)
+        while True:
+            more = file.read(PASSAGE) + file.readline(PASSAGE)
+            yield Passage(text, not more, share())
+            if not more:
+                return
+            text = more
+
+
+def _read_json_lines(path: Path, column: str) -> Iterator[Passage]:
+    with _unpacked(path) as (file, share):
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -122,10 +177,10 @@ def _read_json_lines(path: Path, column: str) -> Iterator[str]:
                     f"{path}, line {number}: the text under {column!r} holds half a surrogate "
                     f"pair ({error})."
                 ) from error
-            yield text
+            yield Passage(text, True, share())
 
 
-def _read_parquet(path: Path, column: str) -> Iterator[str]:
+def _read_parquet(path: Path, column: str) -> Iterator[Passage]:
     with pyarrow.parquet.ParquetFile(path) as file:
         names = file.schema_arrow.names
         if column not in names:
@@ -133,15 +188,27 @@ def _read_parquet(path: Path, column: str) -> Iterator[str]:
                 f"{path} has no column {column!r} (found: {', '.join(names)}); "
                 "name it with --text_column."
             )
-        for batch in file.iter_batches(columns=[column]):
+        done = 0
+        for batch in file.iter_batches(columns=[column], batch_size=1000):
+            done += len(batch)
             for text in batch.column(0).to_pylist():
                 if not isinstance(text, str):
                     raise CorpusError(f"{path}: column {column!r} holds {text!r}, not text.")
-                yield text
+                yield Passage(text, True, done / file.metadata.num_rows)
 
 
-_READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
+_READERS: dict[str, _Reader] = {
     ".json": _read_json_lines,
     ".jsonl": _read_json_lines,
     ".parquet": _read_parquet,
 }
+
+
+def read_documents(path: Path, text_column: str) -> Iterator[str]:
+    """The documents of :func:`read_passages`, whole."""
+    held: list[str] = []
+    for passage in read_passages(path, text_column):
+        held.append(passage.text)
+        if passage.ends:
+            yield "".join(held)
+            held.clear()

@@ -1,51 +1,34 @@
-"""Tokenise a corpus once: two memory-mapped token streams, train and test, and a manifest."""
+"""Tokenise a corpus of any size once, into shards that are memory-mapped."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
+import contextlib
+import errno
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from softmax_rnn.data.corpus import CorpusError, corpus_files, read_documents
-from softmax_rnn.files import folder_aside, write_json
+from softmax_rnn.data.corpus import CorpusError
+from softmax_rnn.data.encoding import Encoder, vocabulary
+from softmax_rnn.data.preparation import Preparation, sha256
+from softmax_rnn.data.prepared import FORMAT, PreparedCorpus
+from softmax_rnn.data.progress import Progress
+from softmax_rnn.data.source import find_source, is_prepared
 
-_FORMAT = 1  # raise it when the files written here change
-_BATCH = 256  # documents tokenised at once
-# With fewer documents than this, passages of the token stream are held out in their place.
-_FEW_DOCUMENTS = 20
-_PASSAGES = 100
+SHARD_TOKENS = 2**27
+_COMPARED = ("tokenizer", "end_of_text", "text_column", "test_fraction", "split_seed", "max_tokens")
 
 
 def default_cache() -> Path:
     """Where prepared corpora are kept: ``$SOFTMAX_RNN_CACHE``, or the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("SOFTMAX_RNN_CACHE") or Path(home) / "softmax-rnn")
-
-
-@dataclass(frozen=True)
-class PreparedCorpus:
-    """A tokenised corpus on disk.
-
-    Attributes:
-        folder: holds ``train.bin``, ``test.bin`` and ``manifest.json``.
-        manifest: source, tokenizer, counts of documents and tokens, hashes.
-    """
-
-    folder: Path
-    manifest: dict[str, Any]
-
-    def tokens(self, split: str) -> NDArray[Any]:
-        """The token stream of ``train`` or ``test``, memory-mapped, documents end to end."""
-        return np.memmap(self.folder / f"{split}.bin", dtype=self.manifest["dtype"], mode="r")
 
 
 def prepare(
@@ -55,125 +38,133 @@ def prepare(
     text_column: str = "text",
     test_fraction: float = 0.02,
     split_seed: int = 123,
+    max_tokens: int | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    workers: int | None = None,
     cache: Path | None = None,
-    progress: Callable[[float], None] = lambda done: None,
+    progress: Callable[[Progress], None] = lambda progress: None,
 ) -> PreparedCorpus:
-    """Tokenise ``corpus``, or find it tokenised in the cache.
+    """Tokenise ``corpus``, or go on with it where it was stopped, or find it in the cache.
 
-    Whole documents go to the test split, drawn with ``split_seed``. A corpus of a few documents
-    only (one book, say) is split by passages, a hundredth of it each, in their place.
+    The test split is the dataset's own (``test``, else ``validation``), or else whole documents
+    drawn with ``split_seed``. With a few documents only (one book, say), passages are drawn in
+    their place: of about 1 MiB of a long text, a hundredth of a short one.
 
     Args:
-        corpus: what :func:`softmax_rnn.data.corpus.corpus_files` takes.
+        corpus: what :func:`softmax_rnn.data.corpus.corpus_files` takes; ``hf:owner/name[@config]``,
+            a dataset of the Hugging Face Hub; or the folder of a prepared corpus.
         tokenizer: a fast tokenizer; its end-of-text token ends every document.
-        text_column: key or column of the text in JSON lines and Parquet.
+        text_column: key or column of the text in JSON lines, Parquet and datasets.
         test_fraction: share of the documents to hold out; at least one is.
         split_seed: draws the documents held out.
+        max_tokens: read no further than the document with which the tokens of both splits reach
+            this number; of a dataset's own test split, ``test_fraction`` of the number.
+        shard_tokens: a shard ends with the document that brings the tokens to this number.
+        workers: processes that tokenise a corpus of more than some 16 million characters; one a
+            core unless given. They are spawned: a script must guard its main part. The result
+            does not depend on their number.
         cache: folder of prepared corpora; :func:`default_cache` unless given.
-        progress: called with the share of the files' bytes that is done.
+        progress: called now and then.
 
     Raises:
-        CorpusError: for a file that cannot be read (which one), or no text at all.
+        CorpusError: for what cannot be read (which file), for no text at all, for a prepared
+            corpus that is damaged or made with other settings.
+        ChildProcessError: if a tokenising process dies.
+        OSError: if the disk is full. What is finished stays, and the next call goes on from there.
     """
     if not 0 < test_fraction < 1:
         raise ValueError(f"test_fraction must lie between 0 and 1, not {test_fraction!r}.")
-    files = corpus_files(corpus)
-    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    for name, value in (
+        ("max_tokens", max_tokens),
+        ("shard_tokens", shard_tokens),
+        ("workers", workers),
+    ):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}.")
+    encoder = Encoder.of(tokenizer)
     settings = {
         "corpus": corpus,
         "text_column": text_column,
         "test_fraction": test_fraction,
         "split_seed": split_seed,
-        "tokenizer": _sha256(tokenizer.backend_tokenizer.to_str().encode()),
-        "end_of_text": tokenizer.eos_token_id,
+        "max_tokens": max_tokens,
+        "shard_tokens": shard_tokens,
+        "tokenizer": sha256(encoder.definition),
+        "end_of_text": encoder.end,
     }
-    key = _sha256(json.dumps([_FORMAT, settings, stats]).encode())[:16]
+    if is_prepared(corpus):
+        return _with_settings(PreparedCorpus.open(Path(corpus)), settings)
+    source = find_source(corpus, text_column)
+    key = sha256(json.dumps([FORMAT, settings, source.identity]))[:16]
     folder = (cache or default_cache()) / f"corpus-{key}"
     if not (folder / "manifest.json").exists():
-        with folder_aside(folder) as aside:
-            documents = _documents(files, text_column, progress)
-            manifest = {**settings, **_write(documents, tokenizer, aside, settings)}
-            write_json(aside / "manifest.json", {**manifest, "files": len(files)})
-    return PreparedCorpus(folder, json.loads((folder / "manifest.json").read_text()))
-
-
-def _documents(
-    files: list[Path], text_column: str, progress: Callable[[float], None]
-) -> Iterator[str]:
-    total, done = sum(path.stat().st_size for path in files), 0
-    for path in files:
-        yield from (text for text in read_documents(path, text_column) if text)
-        done += path.stat().st_size
-        progress(done / total)
-
-
-def _write(
-    documents: Iterator[str],
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    settings: dict[str, Any],
-) -> dict[str, Any]:
-    """Write the two streams; return their counts and hashes."""
-    rows = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
-    dtype = np.dtype("uint16" if rows <= 2**16 else "uint32")
-    everything = folder / "all.bin"
-    with everything.open("wb") as file:
-        lengths, text_hash = _tokenise(documents, tokenizer, dtype, file)
-    if not lengths:
-        raise CorpusError(f"The corpus {settings['corpus']!r} holds no text.")
-    stream = np.memmap(everything, dtype=dtype, mode="r")
-    unit = "document"
-    if len(lengths) < _FEW_DOCUMENTS:
-        unit = "passage"
-        cuts = np.linspace(0, len(stream), _PASSAGES + 1).astype(np.int64)
-        lengths = [int(length) for length in np.diff(cuts) if length]
-    held_out = max(1, round(settings["test_fraction"] * len(lengths)))
-    draw = np.random.default_rng(settings["split_seed"])
-    is_test = np.zeros(len(lengths), dtype=bool)
-    is_test[draw.choice(len(lengths), min(held_out, len(lengths) - 1), replace=False)] = True
-    counts: dict[str, Any] = {}
-    ends = np.cumsum(lengths)
-    for split, wanted in (("train", ~is_test), ("test", is_test)):
-        digest, tokens = hashlib.sha256(), 0
-        with (folder / f"{split}.bin").open("wb") as file:
-            for index in np.flatnonzero(wanted):
-                piece = stream[ends[index] - lengths[index] : ends[index]].tobytes()
-                file.write(piece)
-                digest.update(piece)
-                tokens += int(lengths[index])
-        counts[split] = {
-            f"{unit}s": int(wanted.sum()),
-            "tokens": tokens,
-            "sha256": digest.hexdigest(),
+        about = {
+            "format": FORMAT,
+            **settings,
+            "tokenizer_name": tokenizer.name_or_path,
+            "vocab_size": vocabulary(tokenizer),
         }
-    del stream
-    everything.unlink()
-    return {
-        **counts,
-        "text_sha256": text_hash,
-        "dtype": dtype.name,
-        "vocab_size": rows,
-    }
+        work = Preparation(source, encoder, about, workers or _cores(), progress)
+        with _making(folder) as parts:
+            if parts is not None:
+                work.run(parts)
+    return PreparedCorpus.open(folder)
 
 
-def _tokenise(
-    documents: Iterator[str],
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: np.dtype[Any],
-    file: BinaryIO,
-) -> tuple[list[int], str]:
-    """Append every document's tokens and its end to ``file``; return their lengths and a hash."""
-    lengths: list[int] = []
-    digest = hashlib.sha256()
-    encode = tokenizer.backend_tokenizer.encode_batch_fast
-    while batch := list(itertools.islice(documents, _BATCH)):
-        for text, encoding in zip(batch, encode(batch, add_special_tokens=False), strict=True):
-            ids = np.array([*encoding.ids, tokenizer.eos_token_id], dtype=dtype)
-            file.write(ids.tobytes())
-            lengths.append(len(ids))
-            digest.update(text.encode() + b"\0")
-    return lengths, digest.hexdigest()
+def _with_settings(corpus: PreparedCorpus, settings: dict[str, Any]) -> PreparedCorpus:
+    manifest = corpus.manifest
+    differing = [
+        f"{key}={manifest[key]!r} (asked for: {settings[key]!r})"
+        for key in _COMPARED
+        if manifest[key] != settings[key]
+    ]
+    if manifest["tokenizer"] != settings["tokenizer"]:
+        differing = [f"another tokenizer, {manifest['tokenizer_name']!r}"]
+    if differing:
+        raise CorpusError(
+            f"{corpus.folder} was prepared with {', '.join(differing)}: ask for the same, or "
+            f"prepare {manifest['corpus']!r} again."
+        )
+    return corpus
 
 
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+@contextlib.contextmanager
+def _making(folder: Path) -> Iterator[Path | None]:
+    """The folder to fill, to this process alone; None if another one has made it meanwhile."""
+    if folder.exists() and not (folder / "manifest.json").exists():
+        raise CorpusError(f"{folder} has lost its manifest.json: delete it, to prepare it again.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = folder.with_name(f".{folder.name}.lock")
+    with FileLock(lock):  # a killed process holds it no more
+        if folder.exists():
+            yield None
+        else:
+            with _filled(folder) as parts:
+                yield parts
+    lock.unlink(missing_ok=True)  # whoever waits finds the folder made
+
+
+@contextlib.contextmanager
+def _filled(folder: Path) -> Iterator[Path]:
+    """A folder that gets its name when the block ends well, and else keeps what is finished."""
+    parts = folder.with_name(f".{folder.name}.parts")
+    parts.mkdir(exist_ok=True)
+    try:
+        yield parts
+        parts.replace(folder)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise OSError(
+            error.errno,
+            f"No space left on the disk of {parts}. Finished shards are kept: make room, and "
+            "the same command goes on",
+        ) from error
+    finally:
+        kept = ("stretch-*.json", "manifest.json")
+        if parts.exists() and not any(list(parts.glob(name)) for name in kept):
+            shutil.rmtree(parts, ignore_errors=True)  # nothing to go on from
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -16,9 +16,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
-    return PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
+    fast.name_or_path = "bytes"  # what a prepared corpus calls it
+    return fast
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

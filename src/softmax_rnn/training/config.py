@@ -18,6 +18,7 @@ from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.variants import resolve
 
 Precision = Literal["auto", "fp32", "bf16"]
+Packing = Literal["blocks", "documents"]
 
 # Appendix D; the schedule's horizon is the one the authors' code runs with.
 _PAPER: dict[str, Any] = {
@@ -66,12 +67,16 @@ class RunConfig:
         num_kv_heads: key/value heads a layer; all of num_heads unless given.
         vocab_size: rows of the embedding; the tokenizer's unless given.
         initializer_range: standard deviation of the initial weights (the paper: 0.02).
-        corpus: ``stdlib`` (the source text of Python's standard library), a file, folder or glob.
-        text_column: key or column of the text in JSON lines and Parquet.
+        corpus: ``stdlib`` (the source text of Python's standard library), a file, folder or glob,
+            ``hf:owner/name[@config]`` of the Hugging Face Hub, or a prepared corpus's folder.
+        text_column: key or column of the text in JSON lines, Parquet and datasets.
         tokenizer: ``bytes``, or a Hugging Face tokenizer's name or path.
         block_size: tokens a block.
         test_fraction: share of the documents held out.
         split_seed: draws the documents held out.
+        max_tokens: prepare no more tokens than about so many; all of them unless given.
+        packing: ``blocks`` of tokens packed over the ends of documents; or ``documents``, one a
+            row, cut or padded to block_size, sampled with replacement (as the paper's authors).
         steps: optimizer steps of the run.
         schedule_steps: where the linear decay would reach zero, at least ``steps``; ``steps``
             unless given.
@@ -113,6 +118,8 @@ class RunConfig:
     block_size: int = 256
     test_fraction: float = 0.02
     split_seed: int = 123
+    max_tokens: int | None = None
+    packing: Packing = "blocks"
 
     steps: int = 1000
     schedule_steps: int | None = None
@@ -137,6 +144,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require_choice("precision", self.precision, get_args(Precision))
+        require_choice("packing", self.packing, get_args(Packing))
         assert self.spec is not None  # an unknown variant is named here
         for name in (
             "hidden_size",
@@ -146,6 +154,7 @@ class RunConfig:
             "num_kv_heads",
             "vocab_size",
             "block_size",
+            "max_tokens",
             "steps",
             "schedule_steps",
             "batch_size",
@@ -220,7 +229,7 @@ class RunConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens a step."""
+        """Tokens a step, padding included."""
         return self.batch_size * self.block_size
 
     def learning_rate_factor(self, step: int) -> float:

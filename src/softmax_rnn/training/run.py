@@ -6,10 +6,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-from rich.progress import Progress
 from transformers.utils import logging as transformers_logging
 
-from softmax_rnn.data import PreparedCorpus, TokenBlocks, load_tokenizer, prepare
+from softmax_rnn.data import (
+    DocumentRows,
+    PreparedCorpus,
+    Rows,
+    TokenBlocks,
+    load_tokenizer,
+    prepare,
+    progress_bar,
+)
 from softmax_rnn.files import remove_leftovers, write_json
 from softmax_rnn.models import SoftmaxRNNConfig, SoftmaxRNNForCausalLM, initialize
 from softmax_rnn.training.config import RunConfig
@@ -18,22 +25,23 @@ from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.trainer import SpecTrainer
 
 
-def load_corpus(config: RunConfig) -> PreparedCorpus:
-    """The run's corpus, tokenised now if it never was."""
-    with Progress(transient=True) as progress:
-        task = progress.add_task(f"Tokenising {config.corpus}", total=1.0)
+def load_corpus(config: RunConfig, *, workers: int | None = None) -> PreparedCorpus:
+    """The run's corpus, tokenised now if it never was, by so many processes (one a core)."""
+    with progress_bar(f"Tokenising {config.corpus}") as progress:
         return prepare(
             config.corpus,
             load_tokenizer(config.tokenizer),
             text_column=config.text_column,
             test_fraction=config.test_fraction,
             split_seed=config.split_seed,
-            progress=lambda done: progress.update(task, completed=done),
+            max_tokens=config.max_tokens,
+            workers=workers,
+            progress=progress,
         )
 
 
-def load_blocks(config: RunConfig) -> tuple[PreparedCorpus, TokenBlocks, TokenBlocks]:
-    """The run's corpus, and its blocks to train and to test on.
+def load_blocks(config: RunConfig) -> tuple[PreparedCorpus, Rows, Rows]:
+    """The run's corpus, and its blocks or documents to train and to test on.
 
     Raises:
         ValueError: for a corpus or split that will not do, or a package that the run lacks.
@@ -43,8 +51,9 @@ def load_blocks(config: RunConfig) -> tuple[PreparedCorpus, TokenBlocks, TokenBl
             "--tensorboard needs a package of its own: pip install 'softmax-rnn[tensorboard]'."
         )
     corpus = load_corpus(config)
+    rows = DocumentRows if config.packing == "documents" else TokenBlocks
     train_blocks, test_blocks = (
-        TokenBlocks(corpus, split, config.block_size) for split in ("train", "test")
+        rows(corpus, split, config.block_size) for split in ("train", "test")
     )
     return corpus, train_blocks, test_blocks
 
@@ -144,7 +153,7 @@ def _finish(trainer: SpecTrainer, folder: RunFolder) -> None:
         {
             "parameters": trainer.model.num_parameters(),
             "steps": config.steps,
-            "tokens": config.steps * config.tokens_per_step,
+            "tokens": int(metrics.tokens.iloc[-1]),
             "train_loss": float(np.average(metrics.loss[last_tenth], weights=tokens[last_tenth])),
             "test_loss": float(folder.evaluations.test_loss.iloc[-1]),
             "tokens_per_second": float(metrics.tokens_per_second.median()),

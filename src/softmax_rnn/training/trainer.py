@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from softmax_rnn.data import ShuffledBlocks, TokenBlocks
+from softmax_rnn.data import Rows
 from softmax_rnn.models import SoftmaxRNNForCausalLM
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder, append_row, read_rows
@@ -42,8 +43,8 @@ class SpecTrainer(Trainer):
         model: SoftmaxRNNForCausalLM,
         config: RunConfig,
         folder: RunFolder,
-        train_blocks: TokenBlocks,
-        test_blocks: TokenBlocks,
+        train_blocks: Rows,
+        test_blocks: Rows,
         **kwargs: Any,
     ) -> None:
         self.config, self.folder = config, folder
@@ -52,15 +53,14 @@ class SpecTrainer(Trainer):
         self.tested_at = -1
         self._bar = _Bar(config)
         arguments = _arguments(config, folder)
+        seen = train_blocks.sampled(config.seed, config.steps * config.batch_size)
         super().__init__(
             model=model,
             args=arguments,
-            train_dataset=ShuffledBlocks(
-                train_blocks, config.seed, config.steps * config.batch_size
-            ),
+            train_dataset=seen,
             eval_dataset=test_blocks,
             compute_metrics=self._test_metrics,
-            callbacks=[_Rows(config, folder), self._bar],
+            callbacks=[_Rows(config, folder, seen.tokens), self._bar],
             **kwargs,
         )
         for callback in (ProgressCallback, PrinterCallback):
@@ -108,12 +108,14 @@ class SpecTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The batch's loss, every block's loss, and every block's number of predicted tokens."""
-        ids = self._prepare_inputs(inputs)["input_ids"]
+        given = dict(self._prepare_inputs(inputs))
+        labels = given.pop("labels")[:, 1:]
         with torch.no_grad(), self.compute_loss_context_manager():
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-        losses = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-        counts = torch.full((len(ids),), losses.shape[1], device=ids.device)
-        return losses.mean(), losses.double().mean(1), counts
+            logits = model(**given, use_cache=False).logits[:, :-1].float()
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")  # 0 at -100
+        counts = (labels != -100).sum(1)
+        totals = losses.double().sum(1)
+        return totals.sum() / counts.sum().clamp(min=1), totals / counts.clamp(min=1), counts
 
     def _test_metrics(self, prediction: Any) -> dict[str, float]:
         self.test_losses = np.asarray(prediction.predictions, dtype=np.float64)
@@ -189,9 +191,19 @@ def _arguments(config: RunConfig, folder: RunFolder) -> TrainingArguments:
 class _Rows(TrainerCallback):
     """Writes metrics.jsonl and evaluations.jsonl."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder) -> None:
-        self.config, self.folder = config, folder
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, tokens: Callable[[int, int], int]
+    ) -> None:
+        self.config, self.folder, self.tokens_of = config, folder, tokens
         self.started, self.seconds, self.steps = 0.0, 0.0, 0
+        self.position, self.tokens = 0, 0  # rows and tokens, up to the last step logged
+
+    def count(self, step: int) -> int:
+        """The tokens of the steps since this was last asked, padding not counted."""
+        position = step * self.config.batch_size
+        new = self.tokens_of(self.position, position)
+        self.position, self.tokens = position, self.tokens + new
+        return new
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.started = time.perf_counter()
@@ -205,17 +217,17 @@ class _Rows(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if not state.is_world_process_zero:
             return
-        place = {
-            "step": state.global_step,
-            "tokens": state.global_step * self.config.tokens_per_step,
-        }
+        if "loss" in logs:
+            self.count(state.global_step - self.steps)  # of sessions before this one
+        new = self.count(state.global_step)
+        place = {"step": state.global_step, "tokens": self.tokens}
         if "loss" in logs:
             row = {
                 **place,
                 "loss": logs["loss"],
                 "learning_rate": logs["learning_rate"],
                 "grad_norm": logs["grad_norm"],
-                "tokens_per_second": self.steps * self.config.tokens_per_step / self.seconds,
+                "tokens_per_second": new / self.seconds,
             }
             append_row(self.folder.metrics_file, row)
             self.seconds, self.steps = 0.0, 0
