@@ -69,7 +69,7 @@ def test_prepare(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tokens, SHA-256" in first
     assert main([*command, "--verify"]) == 0
     assert capsys.readouterr().out == first
-    (shard,) = Path(first.split("\n")[2].strip()).glob("test*.bin")
+    (shard,) = Path(first.split("\n")[-2].strip()).glob("test-*.bin")
     shard.write_bytes(bytes(len(shard.read_bytes())))
     assert main([*command, "--verify"]) == 2
     assert shard.name in capsys.readouterr().err
