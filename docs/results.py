@@ -1,0 +1,102 @@
+"""Make the tables and figures of results.md from runs: ``python docs/results.py RUNS``.
+
+RUNS is the folder that ``softmax-rnn reproduce`` was given as ``--out`` (its default: ``runs``).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from softmax_rnn.experiments.claims import judge, verdict_table
+from softmax_rnn.experiments.figures import FIGURES
+from softmax_rnn.experiments.plan import Experiment
+from softmax_rnn.experiments.reproduce import draw, finished_runs
+from softmax_rnn.experiments.scales import SCALES
+from softmax_rnn.files import write_text
+from softmax_rnn.report.table import results
+from softmax_rnn.training.folder import RunFolder
+
+HERE, SCALE = Path(__file__).parent, SCALES["demo"]
+
+
+def losses(experiment: Experiment, runs: dict[str, dict[int, RunFolder]]) -> str:
+    """A figure's variants: losses, paired difference to softmax, time."""
+    names = dict.fromkeys(name for panel in experiment.panels for name in panel.variants)
+    table = results([run for name in names for run in runs.get(name, {}).values()])
+    lines = [
+        "| variant | seeds | train loss | test loss | minus softmax [95% interval] |",
+        "|---|---|---|---|---|",
+    ]
+    for row in table.to_dict("records"):
+        difference = "-"
+        if row["difference"] == row["difference"]:
+            difference = f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
+        lines.append(
+            f"| `{row['variant']}` | {row['seeds']} | {row['train_loss']:.4f} | "
+            f"{row['test_loss']:.4f} | {difference} |"
+        )
+    return "\n".join(lines)
+
+
+def verdicts(found: dict[tuple[str, str], dict[str, dict[int, RunFolder]]]) -> str:
+    """Every claim with its checks."""
+    lines, last = ["| claim | verdict | found |", "|---|---|---|"], None
+    for row in verdict_table(judge(found)):
+        if row["claim"] != last:
+            last = row["claim"]
+            lines.append(f"| **{last}. {row['text']}** | **{row['verdict']}** | |")
+        if row["outcome"] == "not run":
+            continue
+        number = ""
+        if row["difference"] is not None:
+            number = f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
+        if row["spikes"] is not None:
+            number = "{} and {} spikes".format(*row["spikes"])
+        lines.append(f"| {row['check']} | {row['outcome']} | {number} |")
+    return "\n".join(lines)
+
+
+def conditions(runs: dict[str, dict[int, RunFolder]]) -> str:
+    """What the runs ran on."""
+    run = next(iter(runs["softmax"].values()))
+    where = run.environment
+    packages = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
+    corpus = where["corpus"]["train"]
+    return (
+        f"- {where['processor']}, {where['cores']} cores, {packages}, Python {where['python']}, "
+        f"commit {where['commit']}\n"
+        f"- corpus: {corpus['tokens']:,} tokens to train on (SHA-256 {corpus['sha256'][:16]}...)"
+    )
+
+
+def main(root: Path) -> None:
+    """Fill the page from the finished runs below ``root``."""
+    found = finished_runs(SCALE.name, root)
+    runs = found["base", "stdlib"]
+    page = HERE / "results.md"
+    text = page.read_text(encoding="utf-8")
+    parts = {"verdicts": verdicts(found), "conditions": conditions(runs)}
+    for name, experiment in FIGURES.items():
+        if f"<!-- {name} -->" not in text:
+            continue
+        wanted = {variant for panel in experiment.panels for variant in panel.variants}
+        parts[name] = losses(experiment, runs)
+        seeds = sorted(set.intersection(*(set(runs[variant]) for variant in wanted)))
+        for path in draw(experiment, SCALE, root, seeds):
+            if path.suffix == ".png":
+                shutil.copy(path, HERE / "images" / f"results_{name}.png")
+    for name, part in parts.items():
+        text = re.sub(
+            rf"(<!-- {name} -->\n).*?(<!-- end -->)",
+            lambda place, part=part: f"{place[1]}{part}\n{place[2]}",
+            text,
+            flags=re.S,
+        )
+    write_text(page, text)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs"))
