@@ -45,3 +45,12 @@ def texts(tmp_path: Path) -> Path:
         words = " ".join(WORDS[(i * j + j * j) % len(WORDS)] for j in range(60))
         (folder / f"{i:02}.txt").write_text(words + "\n")
     return folder
+
+
+@pytest.fixture
+def batch() -> dict[str, torch.Tensor]:
+    """Two prompts, the second one left-padded."""
+    ids = torch.randint(0, 61, (2, 23), generator=torch.Generator().manual_seed(0))
+    shown = torch.ones_like(ids)
+    shown[1, :9] = 0
+    return {"input_ids": ids, "attention_mask": shown}

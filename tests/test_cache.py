@@ -17,15 +17,6 @@ FINITE = [
 ]
 
 
-@pytest.fixture
-def batch() -> dict[str, torch.Tensor]:
-    """Two prompts, the second one left-padded."""
-    ids = torch.randint(0, 61, (2, 23), generator=torch.Generator().manual_seed(0))
-    shown = torch.ones_like(ids)
-    shown[1, :9] = 0
-    return {"input_ids": ids, "attention_mask": shown}
-
-
 @pytest.mark.parametrize("name", FINITE)
 def test_greedy_is_uncached(name: str, batch: dict[str, torch.Tensor]) -> None:
     model = build(name)

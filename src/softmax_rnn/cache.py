@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from softmax_rnn.files import file_aside
 from softmax_rnn.forms.row_sums import compute_dtype
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.state import State
@@ -56,9 +57,8 @@ class RecurrentCache(Cache):
             tensors[f"{index}.sums"] = layer.state.sums.detach().contiguous()
             tensors[f"{index}.visible"] = layer.state.visible
             states.append({"spec": layer.state.spec.to_dict(), "tokens": layer.state.tokens})
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        save_file(tensors, aside, metadata={"states": json.dumps(states)})
-        aside.replace(path)
+        with file_aside(path) as aside:
+            save_file(tensors, aside, metadata={"states": json.dumps(states)})
 
     @classmethod
     def load(

@@ -14,17 +14,23 @@ from typing import Any
 _ASIDE = re.compile(r"\..+\.(\d+|parts)")  # the names given below, and a checkpoint's parts
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a whole file, so that a reader sees the old text or the new one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+@contextlib.contextmanager
+def file_aside(path: Path) -> Iterator[Path]:
+    """A file to write that becomes ``path`` when the block ends well, and is removed if not."""
+    aside = _aside(path)
     try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        yield aside
+        with aside.open("rb") as file:
             os.fsync(file.fileno())
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file, so that a reader sees the old text or the new one."""
+    with file_aside(path) as aside:
+        aside.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -35,7 +41,7 @@ def write_json(path: Path, data: Any) -> None:
 @contextlib.contextmanager
 def folder_aside(path: Path) -> Iterator[Path]:
     """A folder to fill that becomes ``path`` when the block ends well, and is removed if not."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = _aside(path)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
@@ -44,6 +50,10 @@ def folder_aside(path: Path) -> Iterator[Path]:
             aside.replace(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -39,11 +40,11 @@ class Generation:
 
     def __str__(self) -> str:
         """The cache used and both sizes, in a line."""
-        sizes = f"key/value cache {_size(self.key_value_bytes)} after {self.tokens} tokens"
+        sizes = f"key/value cache {decimal(self.key_value_bytes)} after {self.tokens} tokens"
         if self.recurrent_bytes is None:
             return f"cache: {self.cache}; {sizes}; this attention has no recurrent form"
         return (
-            f"cache: {self.cache}; recurrent cache {_size(self.recurrent_bytes)} at any length, "
+            f"cache: {self.cache}; recurrent cache {decimal(self.recurrent_bytes)} at any length, "
             f"{sizes}; the recurrent one is smaller from {self.meet:,} tokens"
         )
 
@@ -147,11 +148,3 @@ def _cache(model: SoftmaxRNNForCausalLM, name: str) -> Cache | None:
             )
         return RecurrentCache()
     return DynamicCache(config=model.config) if name == "key-value" else None
-
-
-def _size(number: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024 or unit == "GiB":
-            break
-        number /= 1024
-    return f"{number:.4g} {unit}"

@@ -17,6 +17,10 @@ import softmax_rnn as sr
 from cases import Case, Shape, assert_close, make_case
 from softmax_rnn.cost import FEATURES
 
+DENOMINATORS = (
+    *("sum", "detached_sum", "clamped_sum", "sum_plus_one"),
+    *("length", "learned_length", "none"),
+)
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
@@ -58,9 +62,7 @@ def in_pieces(case: Case, cuts: Sequence[int], form: str, dtype: torch.dtype) ->
     series=st.sampled_from(["taylor", "power"]),
     order=st.integers(0, 10),
     feature_map=st.sampled_from(["identity", "elu1", "relu", "cosine"]),
-    denominator=st.sampled_from(
-        ["sum", "detached_sum", "clamped_sum", "sum_plus_one", "length", "learned_length", "none"]
-    ),
+    denominator=st.sampled_from(DENOMINATORS),
     norm=st.sampled_from(["none", "l2", "rms", "layer"]),
     gates=st.sampled_from([(False, "none"), (True, "before_norm"), (False, "after_norm")]),
     mask=st.sampled_from(["none", "padding"]),
@@ -114,6 +116,33 @@ def test_every_order(order: int, form: str) -> None:
     assert_close(
         case.run(sr.attention, form=form), case.run(sr.attention, form="dense"), 1e-10, form
     )
+
+
+@pytest.mark.parametrize("feature_map", ["identity", "elu1", "relu", "cosine"])
+@pytest.mark.parametrize("series", ["taylor", "power"])
+@pytest.mark.parametrize("order", range(11))
+def test_every_order_series_and_map_in_pieces(order: int, series: str, feature_map: str) -> None:
+    """Denominators and norms in turn, so that each meets every map and both series."""
+    turn = order + 3 * ["identity", "elu1", "relu", "cosine"].index(feature_map)
+    spec = sr.AttentionSpec(
+        feature_map=feature_map,
+        series=series,
+        order=order,
+        scale=0.3,
+        denominator=DENOMINATORS[turn % len(DENOMINATORS)],
+        norm=("none", "l2", "rms", "layer")[turn % 4],
+    )
+    if spec.row_sum is not None:
+        if not spec.sign_definite:  # away from its zeros
+            spec = dataclasses.replace(spec, denominator="sum", floor=0.5)
+        elif spec.denominator in ("sum", "detached_sum"):
+            spec = dataclasses.replace(spec, epsilon=0.1)
+    shape = Shape(batch=1, heads=2, kv_heads=1, queries=73, keys=73, width=3, value_width=2)
+    case = make_case(spec, mask="padding", shape=shape, seed=turn)
+    expected = case.run(sr.attention, form="dense")
+    for form in ("chunked", "recurrent"):
+        found = in_pieces(case, [17, 18], form, torch.float64)
+        assert_close(found, expected, 1e-10, f"{form} {spec}")
 
 
 @pytest.mark.parametrize("name", ["taylor:2", "linear_elu", "quadratic", "length_of_powers"])

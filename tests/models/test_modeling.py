@@ -39,15 +39,6 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**TINY, initializer_range=0.2)).eval()
 
 
-@pytest.fixture
-def batch() -> dict[str, torch.Tensor]:
-    """Two prompts, the second one left-padded."""
-    ids = torch.randint(0, 61, (2, 23), generator=torch.Generator().manual_seed(0))
-    shown = torch.ones_like(ids)
-    shown[1, :9] = 0
-    return {"input_ids": ids, "attention_mask": shown}
-
-
 def test_softmax_is_llama(llama: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> None:
     ours = from_llama(llama).eval()
     shown = batch["attention_mask"].bool()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from softmax_rnn.analysis.analyze import Analysis
+from softmax_rnn.report.figure import save
 from softmax_rnn.report.style import LOOK
 
 _SHOWN = -6.0  # the figure's lowest log10 share
@@ -42,10 +41,7 @@ def draw(analysis: Analysis, folder: Path, *, title: str = "") -> list[Path]:
         figure.legend(loc="outside lower right", ncols=3, frameon=False)
         if title:
             figure.suptitle(title, fontsize=10)
-        paths = [folder / "analysis.png", folder / "analysis.svg"]
-        for path in paths:
-            _save(figure, path)
-    return paths
+        return save(figure, folder / "analysis")
 
 
 def _draw_shares(figure: Figure, axes: Sequence[Axes], analysis: Analysis) -> None:
@@ -111,16 +107,3 @@ def _draw_orders(ax: Axes, analysis: Analysis) -> None:
     ax.grid(alpha=0.3, linewidth=0.5)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    """Save aside, then rename."""
-    drawn = io.BytesIO()
-    metadata = {"Date": None} if path.suffix == ".svg" else {}
-    figure.savefig(drawn, format=path.suffix[1:], dpi=200, metadata=metadata)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_bytes(drawn.getvalue())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -72,7 +72,7 @@ class Scale:
         base: settings of every run.
         conditions: settings besides, by condition.
         corpora: by the paper's names; several may be one here.
-        seeds: how many the paper's claims are checked with.
+        seeds: one run each, unless others are asked for.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Scale:
     base: Mapping[str, Any]
     conditions: Mapping[str, Mapping[str, Any]]
     corpora: Mapping[str, Corpus]
-    seeds: tuple[int, ...] = field(default=(0,))
+    seeds: tuple[int, ...] = (0,)
 
     def config(self, panel: Panel, variant: str, seed: int, **fields: Any) -> RunConfig:
         """The run of a panel's variant."""

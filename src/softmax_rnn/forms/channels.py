@@ -26,7 +26,13 @@ def supports(spec: AttentionSpec, device: str) -> bool:
 
 
 def to_columns(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask: Tensor | None, state: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    mask: Tensor | None,
+    state: Tensor | None,
+    keep_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Scaled queries [N, D, G, T], keys [N, D, S], value channels [N, C, S], state [N, C, rows].
 
@@ -41,19 +47,19 @@ def to_columns(
     if mask is not None:  # not by a factor of zero: what is hidden may be NaN
         channels, keys = channels.masked_fill(~mask, 0.0), keys.masked_fill(~mask, 0.0)
     queries = q.to(dtype).unflatten(1, (k.shape[1], -1)).movedim(-1, 2)
-    return (
-        queries.flatten(0, 1) * spec.score_scale(q.shape[-1]),
-        keys.flatten(0, 1).contiguous(),
-        channels.flatten(0, 1).contiguous(),
-        None if state is None else state.flatten(0, 1),
-    )
+    queries = queries.flatten(0, 1) * spec.score_scale(q.shape[-1])
+    keys, channels = (x.flatten(0, 1).contiguous() for x in (keys, channels))
+    if state is not None:
+        return queries, keys, channels, state.flatten(0, 1)
+    if not keep_state:  # else the keys are to stay as they are
+        queries, keys = _balanced(queries, keys)
+    return queries, keys, channels, None
 
 
-def balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def _balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys of like size, with the same products: high powers of either overflow.
 
-    A power of two for each head, so that nothing is rounded. Only where no state comes or goes:
-    its keys are to stay as they are.
+    A power of two for each head, so that nothing is rounded.
     """
     largest = [x.detach().abs().flatten(1).amax(1) if x[0].numel() else None for x in (q, k)]
     if largest[0] is None or largest[1] is None:

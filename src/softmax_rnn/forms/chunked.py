@@ -20,13 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from softmax_rnn.cost import chunk_length, heads_together
-from softmax_rnn.forms.channels import (
-    balanced,
-    from_columns,
-    read_noise,
-    to_columns,
-    uncompiled,
-)
+from softmax_rnn.forms.channels import from_columns, read_noise, to_columns, uncompiled
 from softmax_rnn.forms.row_sums import RowSums, in_own_precision
 from softmax_rnn.series import PowerSeries
 from softmax_rnn.spec import AttentionSpec
@@ -75,9 +69,7 @@ def chunked(
             for none.
         keep_state: whether to return the state after the last key.
     """
-    qs, ks, vs, before = to_columns(q, k, v, spec, mask, state)
-    if before is None and not keep_state:
-        qs, ks = balanced(qs, ks)
+    qs, ks, vs, before = to_columns(q, k, v, spec, mask, state, keep_state)
     inputs = (qs, ks, vs) if before is None else (qs, ks, vs, before)
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     heads = max(1, k.shape[0] * k.shape[1])

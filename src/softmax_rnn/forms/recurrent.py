@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from softmax_rnn.forms.channels import (
-    balanced,
-    from_columns,
-    read_noise,
-    to_columns,
-    uncompiled,
-)
+from softmax_rnn.forms.channels import from_columns, read_noise, to_columns, uncompiled
 from softmax_rnn.forms.row_sums import RowSums, in_own_precision
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.symmetric import degrees, monomials, monomials_backward, row_weights, state_rows
@@ -33,9 +27,7 @@ def recurrent(
     keep_state: bool = False,
 ) -> RowSums:
     """As :func:`softmax_rnn.forms.chunked.chunked`, holding nothing but the state."""
-    qs, ks, vs, seen = to_columns(q, k, v, spec, mask, state)
-    if seen is None and not keep_state:
-        qs, ks = balanced(qs, ks)
+    qs, ks, vs, seen = to_columns(q, k, v, spec, mask, state, keep_state)
     degree = degrees(spec)[1]
     rows = state_rows(spec, q.shape[-1])
     weights = row_weights(spec, q.shape[-1], qs.dtype, qs.device)

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
+from softmax_rnn.files import file_aside
 from softmax_rnn.report.curves import Curve, curves
 from softmax_rnn.report.style import LOOK, style
 from softmax_rnn.training.folder import RunFolder
@@ -32,9 +33,16 @@ def draw(runs: Sequence[RunFolder], folder: Path) -> list[Path]:
         axes[0].set_ylim(*log_limits([line for lines in drawn.values() for line in lines]))
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper", title="final test loss")
-        paths = [folder / "figure.png", folder / "figure.svg"]
-        for path in paths:
-            figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else {})
+        return save(figure, folder / "figure")
+
+
+def save(figure: Figure, stem: Path) -> list[Path]:
+    """Write ``stem.png`` and ``stem.svg``; return their paths."""
+    paths = [stem.with_suffix(suffix) for suffix in (".png", ".svg")]
+    for path in paths:
+        metadata = {"Date": None} if path.suffix == ".svg" else {}
+        with file_aside(path) as aside:
+            figure.savefig(aside, format=path.suffix[1:], dpi=200, metadata=metadata)
     return paths
 
 

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from softmax_rnn.report.curves import curves, seed_interval
-from softmax_rnn.report.figure import TITLES, log_limits, panel
+from softmax_rnn.report.figure import TITLES, log_limits, panel, save
 from softmax_rnn.report.style import LOOK, style
 from softmax_rnn.training.folder import RunFolder
 
@@ -43,7 +43,7 @@ def draw_curves(columns: Sequence[Column], title: str, stem: Path, large: bool) 
         for row in axes[:, 0]:
             row.set_ylabel("nats per token (log scale)")
         figure.suptitle(title)
-        return _save(figure, stem)
+        return save(figure, stem)
 
 
 def draw_orders(columns: Sequence[Column], title: str, stem: Path) -> list[Path]:
@@ -66,7 +66,7 @@ def draw_orders(columns: Sequence[Column], title: str, stem: Path) -> list[Path]
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper")
         figure.suptitle(title)
-        return _save(figure, stem)
+        return save(figure, stem)
 
 
 def _orders(ax: Axes, column: Column, quantity: str) -> None:
@@ -94,10 +94,3 @@ def _orders(ax: Axes, column: Column, quantity: str) -> None:
         capsize=2,
         label=column.title,
     )
-
-
-def _save(figure: Figure, stem: Path) -> list[Path]:
-    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
-    for path in paths:
-        figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else {})
-    return paths
