@@ -1,4 +1,4 @@
-"""A finite series one token at a time: add the key to the state, let the query read it."""
+"""A finite series one token at a time: the query reads the state, then the key is added to it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from softmax_rnn.forms.channels import from_columns, read_noise, to_columns, uncompiled
 from softmax_rnn.forms.row_sums import RowSums, in_own_precision
+from softmax_rnn.series import PowerSeries
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.symmetric import degrees, monomials, monomials_backward, row_weights, state_rows
 
@@ -28,7 +29,7 @@ def recurrent(
 ) -> RowSums:
     """As :func:`softmax_rnn.forms.chunked.chunked`, holding nothing but the state."""
     qs, ks, vs, seen = to_columns(q, k, v, spec, mask, state, keep_state)
-    degree = degrees(spec)[1]
+    degree, series = degrees(spec)[1], PowerSeries.of(spec)
     rows = state_rows(spec, q.shape[-1])
     weights = row_weights(spec, q.shape[-1], qs.dtype, qs.device)
     if seen is None:
@@ -40,20 +41,22 @@ def recurrent(
     outs: list[Tensor] = []
     noises: list[Tensor] = []
 
-    def read(token: int, seen: Tensor) -> None:
-        queries = qs[..., token]  # of all heads that share a key
+    def read(queries: Tensor, seen: Tensor) -> None:  # of all heads that share a key
         outs.append(seen @ (weights.unsqueeze(-1) * features(queries)))
         if spec.row_sum is not None:
             noises.append(read_noise(queries.detach(), seen.detach(), spec, weights))
 
     past = k.shape[2] - q.shape[2] if causal else k.shape[2]
     for token in range(k.shape[2]):
-        value, key = vs[..., token, None], features(ks[..., token, None])
-        seen = torch.baddbmm(seen, value, key.mT)
+        value, key = vs[..., token, None], ks[..., token, None]
         if token >= past:
-            read(token - past, seen)
+            queries = qs[..., token - past]
+            read(queries, seen)
+            # Its own key by the score, exactly: the first tokens have little else.
+            outs[-1] = outs[-1] + value @ series(key.mT @ queries)
+        seen = torch.baddbmm(seen, value, features(key).mT)
     for token in range(0 if causal else q.shape[2]):
-        read(token, seen)
+        read(qs[..., token], seen)
     sums = torch.stack(outs, dim=-1) if outs else vs.new_zeros(*vs.shape[:2], qs.shape[2], 0)
     noise = torch.stack(noises, dim=-1) if noises else None
     return from_columns(sums, spec, k, seen if keep_state else None, noise)
