@@ -19,6 +19,8 @@ from softmax_rnn.training import train
 from softmax_rnn.training.config import RunConfig
 
 CLUSTERS = ("local", "slurm")
+# glibc would give every large block back after use, and fault its pages in again at the next.
+_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**29)}
 
 
 class Job(Protocol):
@@ -187,4 +189,4 @@ def _environment(threads: int, gpu: str | None) -> dict[str, str]:
     added = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     if gpu is not None:
         added["CUDA_VISIBLE_DEVICES"] = gpu
-    return {**os.environ, **added}
+    return {**_KEEP_MEMORY, **os.environ, **added}

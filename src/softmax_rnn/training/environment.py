@@ -24,7 +24,7 @@ def environment() -> dict[str, Any]:
         "packages": {name: found for name in _PACKAGES if (found := _version(name))},
         "commit": _commit(),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -69,7 +69,8 @@ def _commit() -> str | None:
     return commit + ("+" if changed else "")
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of the CPU."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

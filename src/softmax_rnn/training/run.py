@@ -22,6 +22,7 @@ from softmax_rnn.models import SoftmaxRNNConfig, SoftmaxRNNForCausalLM, initiali
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.environment import environment, peak_memory
 from softmax_rnn.training.folder import RunFolder
+from softmax_rnn.training.matmul import widest_float32_products
 from softmax_rnn.training.trainer import SpecTrainer
 
 
@@ -83,6 +84,7 @@ def model_config(config: RunConfig, vocab_size: int, end_of_text: int) -> Softma
     )
 
 
+@widest_float32_products()
 def train(config: RunConfig, path: Path, *, resume: bool = False) -> RunFolder:
     """Run ``config`` in the folder ``path``, or go on where it stopped.
 
