@@ -147,6 +147,9 @@ def _reproduce_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
     scales = "; ".join(f"{scale.name}: {scale.about}" for scale in SCALES.values())
     parser.add_argument("--scale", type=str, default="demo", help=scales)
     parser.add_argument("--seeds", type=int, nargs="+", help="one run each (default: 0)")
+    parser.add_argument(
+        "--variants", type=str, nargs="+", help="only these of the figure's (default: all)"
+    )
     parser.add_argument("--out", type=str, default="runs", help="folder of the runs of all figures")
     _add_parallel(parser)
     parser.add_argument("--cluster", type=str, default="local", help="local, or slurm: a job a run")
@@ -173,7 +176,13 @@ def _reproduce(parsed: Namespace) -> int:
     fields, root = _fields(parsed.fields), Path(parsed.out)
     if parsed.dry_run:
         plan = plan_table(
-            parsed.figure, parsed.scale, root, parsed.gpu, seeds=parsed.seeds, fields=fields
+            parsed.figure,
+            parsed.scale,
+            root,
+            parsed.gpu,
+            seeds=parsed.seeds,
+            variants=parsed.variants,
+            fields=fields,
         )
         _print_whole(rich_plan(plan, parsed.gpu))
         return 0
@@ -182,6 +191,7 @@ def _reproduce(parsed: Namespace) -> int:
         parsed.scale,
         root,
         seeds=parsed.seeds,
+        variants=parsed.variants,
         parallel=parsed.parallel,
         cluster=parsed.cluster,
         cluster_options=_fields(parsed.cluster_options),

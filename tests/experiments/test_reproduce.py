@@ -75,6 +75,15 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         plan_table("figure7", "demo", tmp_path, "H200")
     with pytest.raises(ValueError, match="Unknown scale 'papr'. Did you mean 'paper'"):
         plan_table("figure2", "papr", tmp_path, "H200")
+    with pytest.raises(ValueError, match="Unknown variant of figure4 'nrom'. Did you mean 'norm'"):
+        plan_table("figure4", "demo", tmp_path, "H200", variants=["nrom"])
+
+
+def test_some_of_a_figures_variants() -> None:
+    table = plan_table("figure6", "demo", Path("runs"), "H200", seeds=[5], variants=["gate"])
+    assert list(table.run) == ["base-stdlib/gate-seed5"]
+    some = FIGURES["figure6"].only(["gate", "length"])
+    assert [panel.variants for panel in some.panels] == [("length", "gate"), ("gate", "length")]
 
 
 @pytest.mark.parametrize("figure", ["figure2", "figure5", "figure6", "figure9"])

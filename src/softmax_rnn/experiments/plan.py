@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -51,6 +51,18 @@ class Experiment:
     panels: tuple[Panel, ...]
     kind: Literal["curves", "orders"] = "curves"
     large: bool = False
+
+    def only(self, variants: Sequence[str]) -> Experiment:
+        """The same figure of some of its variants; panels without any are left out."""
+        known = {variant for panel in self.panels for variant in panel.variants}
+        for variant in variants:
+            if variant not in known:
+                raise unknown(f"variant of {self.name}", variant, known)
+        kept = [
+            replace(panel, variants=tuple(name for name in panel.variants if name in variants))
+            for panel in self.panels
+        ]
+        return replace(self, panels=tuple(panel for panel in kept if panel.variants))
 
 
 @dataclass(frozen=True)

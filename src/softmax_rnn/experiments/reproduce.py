@@ -32,6 +32,7 @@ def reproduce(
     root: Path,
     *,
     seeds: Sequence[int] | None = None,
+    variants: Sequence[str] | None = None,
     parallel: int | None = None,
     cluster: str = "local",
     cluster_options: Mapping[str, Any] | None = None,
@@ -45,6 +46,7 @@ def reproduce(
         scale: ``demo``, ``small``, ``paper`` or ``paper-list``.
         root: folder of all runs of all figures, which share them.
         seeds: one run each; the scale's unless given.
+        variants: only these of the figure's; all of them unless given.
         parallel: runs at a time; see ``run_all``.
         cluster: ``local`` or ``slurm``; see ``run_all``.
         cluster_options: of the cluster.
@@ -54,7 +56,7 @@ def reproduce(
     Returns:
         The paths of the figure, of its panels' reports, and of the page of all panels and claims.
     """
-    experiment, at = by_name("figure", figure, FIGURES), by_name("scale", scale, SCALES)
+    experiment, at = _figure(figure, variants), by_name("scale", scale, SCALES)
     chosen = tuple(at.seeds if seeds is None else seeds)
     runs = planned(experiment, at, root, chosen, **(fields or {}))
     run_all(
@@ -111,10 +113,11 @@ def plan_table(
     gpu: str,
     *,
     seeds: Sequence[int] | None = None,
+    variants: Sequence[str] | None = None,
     fields: Mapping[str, Any] | None = None,
 ) -> pd.DataFrame:
     """Every run of a figure with what it costs, and whether it is finished; nothing is run."""
-    experiment, at = by_name("figure", figure, FIGURES), by_name("scale", scale, SCALES)
+    experiment, at = _figure(figure, variants), by_name("scale", scale, SCALES)
     rows = []
     for run in planned(experiment, at, root, tuple(seeds or at.seeds), **(fields or {})):
         estimate = cost(run.config, gpu)
@@ -134,6 +137,11 @@ def plan_table(
             }
         )
     return pd.DataFrame(rows)
+
+
+def _figure(name: str, variants: Sequence[str] | None) -> Experiment:
+    experiment = by_name("figure", name, FIGURES)
+    return experiment if variants is None else experiment.only(variants)
 
 
 def rich_plan(plan: pd.DataFrame, gpu: str) -> Table:

@@ -23,7 +23,14 @@ SCALES: dict[str, Scale] = {
         Scale(
             "demo",
             "a byte model of 0.7 M parameters on a laptop: minutes a run",
-            PRESETS["demo"],
+            # After 1,000 steps the seeds lie further apart than the variants do.
+            {
+                **PRESETS["demo"],
+                "steps": 1_500,
+                "evaluate_every": 300,
+                "save_every": 300,
+                "test_fraction": 0.01,
+            },
             {
                 "base": {},
                 "large": {"hidden_size": 192, "intermediate_size": 384, "num_heads": 6},
