@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from made_up import made_up
+from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.report import find_runs, report
 from softmax_rnn.report.curves import curves
 from softmax_rnn.report.style import style
@@ -132,8 +133,9 @@ def test_no_run_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_variants_style_is_its_own() -> None:
-    main = ["softmax", "norm", "gate", "linear_elu", "linear_relu", "linear_cosine"]
-    assert len({style(name) for name in main}) == len(main)
-    for name in variants():
+    for figure in ("figure4", "figure5", "figure6"):
+        names = {name for panel in FIGURES[figure].panels for name in panel.variants}
+        assert len({style(name) for name in names}) == len(names)
+    for name in (*variants(), "taylor:7"):
         assert style(name) == style(name)
         assert style(name).plotly_dash

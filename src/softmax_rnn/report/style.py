@@ -10,6 +10,7 @@ _BLACK, _ORANGE, _SKY, _GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 _BLUE, _VERMILION, _PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 _PALETTE = (_BLUE, _VERMILION, _GREEN, _PURPLE, _ORANGE, _SKY)
 _DASHES = ("-", "--", "-.", ":")
+_BY_ORDER = dict(zip((0, 1, 2, 3, 4, 6, 10), ("#999999", *_PALETTE), strict=True))
 
 
 # What every figure shares: text that can be searched, and SVG that is the same each time.
@@ -35,12 +36,49 @@ _FIXED = {
     "linear_elu": Style(_GREEN, "-."),
     "linear_relu": Style(_ORANGE, "-."),
     "linear_cosine": Style(_PURPLE, "-."),
+    # Lines over orders.
+    "taylor": Style(_BLUE, "-"),
+    "taylor_elu": Style(_GREEN, "-"),
+    "taylor_relu": Style(_ORANGE, "-"),
+    "taylor_cosine": Style(_PURPLE, "-"),
 }
+_SERIES = ("taylor", "taylor_elu", "taylor_relu", "taylor_cosine")
+_FREE = [
+    look
+    for dashes in _DASHES
+    for color in _PALETTE
+    if (look := Style(color, dashes)) not in _FIXED.values()
+]
+# What stands beside those in figure 6, no two alike.
+_ABLATIONS = (
+    "detached",
+    "clamped",
+    "length",
+    "detached_gate",
+    "gate_only",
+    "input_gate",
+    "both_gates",
+    "relu_gate",
+    "norm_l2_clamped",
+    "norm_l2_length",
+    "norm_rms",
+    "norm_rms_length",
+    "norm_layer_length",
+    "norm_relu",
+)
+_STYLES = {**_FIXED, **dict(zip(_ABLATIONS, _FREE, strict=False))}
 
 
 def style(variant: str) -> Style:
-    """The style of a variant, by its name alone."""
-    if variant in _FIXED:
-        return _FIXED[variant]
+    """The style of a variant, by its name alone.
+
+    Of ``taylor_elu:4`` the series gives the dashes and the order the colour.
+    """
+    if variant in _STYLES:
+        return _STYLES[variant]
+    series, colon, order = variant.partition(":")
+    if colon and series in _SERIES and order.isdecimal():
+        color = _BY_ORDER.get(int(order), _PALETTE[int(order) % len(_PALETTE)])
+        return Style(color, _DASHES[_SERIES.index(series)])
     draw = hashlib.sha256(variant.encode()).digest()
     return Style(_PALETTE[draw[0] % len(_PALETTE)], _DASHES[draw[1] % len(_DASHES)])
