@@ -22,12 +22,19 @@ format: $(VENV)/.dev  ## mend style and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.dev  ## speed and memory on the CPU: the attention op, finite series
+bench: $(VENV)/.dev  ## speed and memory on the CPU, and docs/performance.md (about 15 minutes on 2 cores)
 	$(BIN)/python -m benchmarks.op
 	$(BIN)/python -m benchmarks.recurrence
+	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.decode
+	$(BIN)/python docs/performance.py
 
 bench-gpu: $(VENV)/.dev  ## the same on a GPU
 	$(BIN)/python -m benchmarks.op --device cuda
+	$(BIN)/python -m benchmarks.recurrence --device cuda
+	$(BIN)/python -m benchmarks.step --device cuda
+	$(BIN)/python -m benchmarks.decode --device cuda
+	$(BIN)/python docs/performance.py
 
 constraints: $(VENV)/.dev  ## write down the versions installed now
 	$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt

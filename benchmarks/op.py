@@ -1,98 +1,56 @@
-"""The attention op, forward and backward: our forms, SDPA, and the N x N way.
+"""The attention op, forward and backward: our forms, SDPA, the N x N way, installed peers.
 
-    python -m benchmarks.op                      # CPU: B=1 H=8 D=64, T = 1024, 2048, 8192
-    python -m benchmarks.op --device cuda        # bf16, B=4 H=16, T = 1024, 4096, 16384
+    python -m benchmarks.op                  # CPU: float32, B=1 H=8 D=64, T = 512 to 8192
+    python -m benchmarks.op --device cuda    # bfloat16, D=64 and 128, T = 1024 to 65536
 
 Every contestant is held to the dense float64 definition, output and gradients, before a time is
-taken. Ratios are to SDPA, paired round by round.
+taken. Ratios are to SDPA, paired round by round. On a GPU a batch has 16384 tokens and a model
+width of 1024 (at least one sequence).
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import softmax_rnn as sr
-from benchmarks.measure import peak_extra_bytes, ratios, seconds, summary
-from softmax_rnn.files import write_json
-from softmax_rnn.training.environment import environment
+from benchmarks import measure
+from benchmarks.contestants import CHUNKS, Contestant, contestants, installed
+from benchmarks.targets import judge
+from softmax_rnn.dispatch import FORMS, choose
+from softmax_rnn.symmetric import state_rows
 
-VARIANTS = ("softmax", "norm", "gate", "taylor:10", "linear_elu")
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Expectation:
-    """What we expect of a ratio, written down before measuring."""
-
-    what: str
-    of: str
-    to: str
-    length: int
-    at_most: float
-
-
-# Time ratios on a CPU, forward and backward.
-EXPECTED = (
-    Expectation("time", "norm", "sdpa", 1024, 1.4),
-    Expectation("time", "norm", "sdpa", 2048, 1.4),
-    Expectation("time", "gate", "sdpa", 1024, 1.7),
-    Expectation("time", "gate", "sdpa", 2048, 1.7),
-    Expectation("time", "norm", "materialised norm", 2048, 1 / 3.5),
-    Expectation("time", "gate", "materialised gate", 2048, 1 / 3.5),
-)
-MEMORY_GROWTH = (("norm", 2048, 8192, 4.5), ("gate", 2048, 8192, 4.5))
+LENGTHS = {
+    "cpu": (512, 1024, 2048, 4096, 8192),
+    "cuda": (1024, 4096, 16384, 65536),
+}
+WIDTHS = {"cpu": (64,), "cuda": (64, 128)}
+TOKENS, MODEL_WIDTH = 16384, 1024
+TOLERANCE = {"cpu": 1e-5, "cuda": 3e-2}
+CHECKED = {"cpu": 384, "cuda": 3 * max(CHUNKS)}  # tokens: several blocks and chunks of everyone
+PASSES = 3  # a backward pass has two products for each of the forward pass
+_TENSORS = 11  # q, k, v, out; q, k, v and out's gradient again; the gradients of q, k, v
 
 
-def contestants() -> dict[str, tuple[str, Attend]]:
-    """Name -> (the variant it computes, the function of q, k, v and a gate per query)."""
-    entries: dict[str, tuple[str, Attend]] = {
-        "sdpa": (
-            "softmax",
-            lambda q, k, v, g: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        ),
-    }
-    for name in VARIANTS:
-        entries[name] = (name, _ours(name))
-    for name in ("norm", "gate"):
-        entries[f"materialised {name}"] = (name, _materialised(name))
-    return entries
+def flop(variant: str, length: int, width: int) -> float:
+    """Useful floating-point operations of a head, forward and backward.
 
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def _ours(name: str) -> Attend:
-    gated = sr.variant(name).output_gate != "none"
-    return lambda q, k, v, g: sr.attention(q, k, v, name, output_gate=g if gated else None)
-
-
-def _materialised(name: str) -> Attend:
-    """The paper's way: all N x N weights, recomputed in the backward pass (checkpointed)."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
-        scores = (q @ k.mT) / q.shape[-1] ** 0.5
-        length = torch.arange(1, q.shape[-2] + 1, device=q.device, dtype=q.dtype)[:, None]
-        if name == "norm":
-            return F.normalize(scores.exp().tril() @ v, dim=-1)
-        weights = scores.clamp(max=5).exp().tril() / length
-        return gate[..., None] * (weights @ v)
-
-    return lambda q, k, v, g: checkpoint(attend, q, k, v, g, use_reentrant=False)
+    Two products a visible pair of query and key, or what a finite series needs to update and to
+    read its states, whichever is less; twice that for the backward pass. What a kernel computes
+    again, or for pairs that are not visible, is not counted; nor are weights and monomials.
+    """
+    spec = sr.variant(variant)
+    products = length * (length + 1) / 2
+    if spec.order is not None and spec.clamp is None:
+        products = min(products, length * state_rows(spec, width))
+    return PASSES * 4.0 * width * products
 
 
 def inputs(
@@ -109,143 +67,180 @@ def inputs(
     return [*qkv, gate, normal()]
 
 
-def check(name: str, device: str, dtype: torch.dtype) -> float:
+def step(one: Contestant, data: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The output and the gradients of q, k and v, laid out as they are."""
+    q, k, v, gate, upstream = data
+    out = one.attend(q, k, v, gate)
+    return (out, *torch.autograd.grad(out, (q, k, v), upstream))
+
+
+def heads_second(data: Sequence[Tensor]) -> list[Tensor]:
+    """The same inputs as [B, T, H, D]."""
+    return [x.detach().transpose(1, 2).contiguous().requires_grad_(x.requires_grad) for x in data]
+
+
+def error(one: Contestant, data: Sequence[Tensor]) -> float:
     """The largest relative error of output and gradients against dense in float64."""
-    variant, attend = contestants()[name]
-    q, k, v, gate, upstream = inputs(320, batch=2, heads=2, width=64, device=device, dtype=dtype)
-    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    gates = gate.double() if sr.variant(variant).output_gate != "none" else None
-    qe, ke, ve = exact
-    expected = sr.attention(qe, ke, ve, variant, output_gate=gates, form="dense")
-    found = attend(q, k, v, gate)
-    pairs = [(found, expected)]
-    pairs += zip(
-        torch.autograd.grad(found, (q, k, v), upstream),
-        torch.autograd.grad(expected, exact, upstream.double()),
-        strict=True,
+    q, k, v, gate, upstream = (x.detach().double() for x in data)
+    gates = gate if sr.variant(one.variant).output_gate != "none" else None
+    exact = [x.requires_grad_() for x in (q, k, v)]
+    out = sr.attention(q, k, v, one.variant, output_gate=gates, form="dense")
+    expected = (out, *torch.autograd.grad(out, exact, upstream))
+    found = step(one, data if one.heads_first else heads_second(data))
+    if not one.heads_first:
+        found = tuple(x.transpose(1, 2) for x in found)
+    return measure.relative_error(list(zip(found, expected, strict=True)))
+
+
+def checked(device: str, width: int) -> tuple[list[Contestant], dict[str, float], dict[str, str]]:
+    """Those to be timed, every error, and why the others are not timed.
+
+    Raises:
+        SystemExit: if one of ours is wrong.
+    """
+    data = inputs(
+        CHECKED[device], batch=2, heads=2, width=width, device=device, dtype=measure.DTYPES[device]
     )
-    return max(float(((a.double() - b).norm() / b.norm()).detach()) for a, b in pairs)
+    able: list[Contestant] = []
+    errors: dict[str, float] = {}
+    reasons: dict[str, str] = {}
+    for one in contestants(device):
+        try:
+            found = error(one, data)
+        except Exception as problem:
+            if one.ours:
+                raise
+            reasons[one.name] = f"{type(problem).__name__}: {problem}"[:200]
+            continue
+        # Scores rounded to the dtype fall on the wrong side of a clamp now and then.
+        if found <= TOLERANCE[device] * (10 if one.materialises else 1):
+            errors[one.name] = found
+            able.append(one)
+        elif one.ours:
+            raise SystemExit(f"Not timed: {one.name} has relative error {found:.1e}.")
+        else:
+            reasons[one.name] = f"relative error {found:.1e}"
+    return able, errors, reasons
+
+
+def form_of(one: Contestant, data: Sequence[Tensor]) -> str | None:
+    """The form that computes one of ours."""
+    if one.form != "auto":
+        return one.form
+    options: dict[str, Any] = {"causal": True, "mask": None, "stateful": False}
+    chosen = choose("auto", sr.variant(one.variant), *data[:3], **options)
+    return next(name for name, form in FORMS.items() if form is chosen)
+
+
+def cell(
+    length: int, width: int, able: list[Contestant], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The rows of one length and width."""
+    device = arguments.device
+    cuda = device == "cuda"
+    batch = arguments.batch or (max(1, TOKENS // length) if cuda else 1)
+    heads = arguments.heads or (MODEL_WIDTH // width if cuda else 8)
+    sizes = {"length": length, "batch": batch, "heads": heads, "width": width}
+    dtype = measure.DTYPES[device]
+    data = inputs(**sizes, device=device, dtype=dtype)
+    turned = data
+    if not all(one.heads_first for one in able):
+        turned = heads_second(data)
+    here = {
+        one.name: one for one in able if length <= arguments.materialise_to or not one.materialises
+    }
+    work: dict[str, measure.Work] = {
+        name: partial(step, one, data if one.heads_first else turned) for name, one in here.items()
+    }
+    options = {"device": device, "patience": arguments.patience, "events": cuda}
+    times = measure.seconds(work, arguments.rounds, **options)
+    found = measure.measured(work, times, "sdpa", device)
+    rows = []
+    for name, one in here.items():
+        median = found[name]["seconds"]["median"]
+        moved = _TENSORS * batch * heads * length * width * dtype.itemsize
+        rows.append(
+            {
+                "name": name,
+                "variant": one.variant,
+                "form": form_of(one, data),
+                **sizes,
+                **found[name],
+                "flop_per_second": batch * heads * flop(one.variant, length, width) / median,
+                "bytes_per_second": moved / median,
+            }
+        )
+    return rows
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Check, then measure; everything as plain data."""
-    dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
-    tolerance = 1e-5 if arguments.device == "cpu" else 3e-2
-    sizes = {"batch": arguments.batch, "heads": arguments.heads, "width": arguments.width}
-    errors = {name: check(name, arguments.device, dtype) for name in contestants()}
-    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
-    if wrong:
-        raise SystemExit(f"Not timed: wrong results, relative errors {wrong} > {tolerance}.")
-    rows = []
-    for length in track(arguments.lengths, description="lengths", transient=True):
-        q, k, v, gate, upstream = inputs(length, device=arguments.device, dtype=dtype, **sizes)
-
-        def step(attend: Attend, data: tuple[Tensor, ...] = (q, k, v, gate, upstream)) -> None:
-            q, k, v, gate, upstream = data
-            torch.autograd.grad(attend(q, k, v, gate), (q, k, v), upstream)
-
-        work = {
-            name: (lambda attend=attend: step(attend))
-            for name, (_, attend) in contestants().items()
-            if length <= arguments.materialise_to or not name.startswith("materialised")
-        }
-        times = seconds(work, arguments.rounds)
-        rows += [
-            {
-                "name": name,
-                "length": length,
-                "seconds": summary(times[name]),
-                "ratio_to_sdpa": ratios(times[name], times["sdpa"]),
-                "rounds": times[name],
-                "peak_extra_bytes": peak_extra_bytes(work[name]),
-            }
-            for name in work
-        ]
+    device = arguments.device
+    result = measure.opening("op", arguments)
+    peers, rows, errors, reasons = installed(), [], {}, {}
+    for width in arguments.widths:
+        able, errors[str(width)], reasons[str(width)] = checked(device, width)
+        for length in track(arguments.lengths, description=f"D={width}", transient=True):
+            rows += cell(length, width, able, arguments)
+    if device == "cpu":
+        found = [name for name, version in peers.items() if version]
+        reasons["cpu"] = dict.fromkeys(found, "runs on a GPU only")
     return {
-        "benchmark": "op",
-        "command": " ".join(["python -m benchmarks.op", *sys.argv[1:]]),
-        "device": arguments.device,
-        "dtype": str(dtype),
-        **sizes,
+        **result,
+        "dtype": str(measure.DTYPES[device]),
+        "reference": "sdpa",
         "errors": errors,
+        "peers": [version for version in peers.values() if version],
+        "not_installed": [name for name, version in peers.items() if not version],
+        "not_timed": {key: value for key, value in reasons.items() if value},
         "rows": rows,
-        "environment": environment(),
     }
 
 
-def verdicts(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every expectation that this run can answer, with what was found."""
-    rows = {(row["name"], row["length"]): row for row in result["rows"]}
-    answers = []
-    for expected in EXPECTED if result["device"] == "cpu" else ():
-        of, to = (rows.get((name, expected.length)) for name in (expected.of, expected.to))
-        if of and to:
-            found = ratios(of["rounds"], to["rounds"])["median"]
-            text = f"time of {expected.of} / {expected.to} at T={expected.length}"
-            answers.append(_verdict(text, found, expected.at_most))
-    for name, short, long, at_most in MEMORY_GROWTH:
-        if (name, short) in rows and (name, long) in rows:
-            growth = rows[name, long]["peak_extra_bytes"] / rows[name, short]["peak_extra_bytes"]
-            text = f"peak extra memory of {name}, T={long} / T={short}"
-            answers.append(_verdict(text, growth, at_most))
-    return answers
-
-
-def _verdict(what: str, found: float, at_most: float) -> dict[str, Any]:
-    return {"what": what, "found": found, "at_most": at_most, "holds": found <= at_most}
-
-
 def show(result: dict[str, Any], console: Console) -> None:
-    """The rows and the verdicts as tables."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("T", "name", "ms", "/ SDPA [quartiles]", "peak extra MiB", "error"):
-        table.add_column(column, justify="left" if column == "name" else "right", no_wrap=True)
+    """The rows as a table."""
+    columns = ("D", "T", "name", "ms", "/ SDPA [quartiles]", "extra MiB", "TFLOP/s", "GB/s")
+    table = measure.table(*columns)
     for row in result["rows"]:
-        ratio = row["ratio_to_sdpa"]
         if row["name"] == "sdpa":
             table.add_section()
         table.add_row(
+            str(row["width"]),
             str(row["length"]),
             row["name"],
-            f"{1e3 * row['seconds']['median']:.1f}",
-            f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]",
+            f"{1e3 * row['seconds']['median']:.2f}",
+            measure.spread(row["ratio"]),
             f"{row['peak_extra_bytes'] / 2**20:,.1f}",
-            f"{result['errors'][row['name']]:.0e}",
+            f"{row['flop_per_second'] / 1e12:.3f}",
+            f"{row['bytes_per_second'] / 1e9:.1f}",
         )
     console.print(table)
-    for answer in result["verdicts"]:
-        mark = "holds" if answer["holds"] else "FAILS"
-        console.print(
-            f"{mark}  {answer['what']}: {answer['found']:.2f} (expected <= {answer['at_most']:.2f})"
-        )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    top = result["ceiling"]
+    console.print(
+        f"ceiling ({top['how']}): {top['flop_per_second'] / 1e12:.3f} TFLOP/s, "
+        f"{top['bytes_per_second'] / 1e9:.1f} GB/s"
     )
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--lengths", type=int, nargs="+")
-    parser.add_argument("--batch", type=int)
-    parser.add_argument("--heads", type=int)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--materialise-to", type=int, default=4096, help="longest N x N run")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    arguments = parser.parse_args()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: PyTorch sees no GPU here.")
-    cpu = arguments.device == "cpu"
-    arguments.lengths = arguments.lengths or ([1024, 2048, 8192] if cpu else [1024, 4096, 16384])
-    arguments.batch = arguments.batch or (1 if cpu else 4)
-    arguments.heads = arguments.heads or (8 if cpu else 16)
-    console = Console(width=100)
+    if result["not_installed"]:
+        console.print(f"not installed: {', '.join(result['not_installed'])}")
+    for names in result["not_timed"].values():
+        for name, reason in names.items():
+            console.print(f"not timed: {name}: {reason}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = measure.parser(__doc__, rounds=15, patience=60.0)
+    options.add_argument("--lengths", type=int, nargs="+")
+    options.add_argument("--widths", type=int, nargs="+", help="of a head")
+    options.add_argument("--batch", type=int)
+    options.add_argument("--heads", type=int)
+    options.add_argument("--materialise-to", type=int, default=4096, help="longest N x N run")
+    arguments = measure.parsed(options, argv)
+    arguments.lengths = arguments.lengths or LENGTHS[arguments.device]
+    arguments.widths = arguments.widths or WIDTHS[arguments.device]
+    console = Console(width=110)
     result = run(arguments)
-    result["verdicts"] = verdicts(result)
     show(result, console)
-    out = arguments.out or Path(__file__).parent / "results" / f"op-{arguments.device}.json"
-    write_json(out, result)
-    console.print(f"Written to {out}")
+    measure.finish(result, judge(result), arguments, console)
     return 0
 
 

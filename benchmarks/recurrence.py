@@ -1,6 +1,7 @@
 """Finite series: the chunked form, the blocked form, and running states at every position.
 
-    python -m benchmarks.recurrence
+    python -m benchmarks.recurrence                  # one core of a CPU
+    python -m benchmarks.recurrence --device cuda
 
 Expected before measuring: the plain way makes a state of ``monomials x values`` at every position,
 so that memory traffic alone costs it some 10 to 100 times the products it needs; the chunked form
@@ -10,55 +11,54 @@ monomials, and wins below the crossover that the cost model gives. A stream hold
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations_with_replacement
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import psutil
 import torch
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 import softmax_rnn as sr
-from benchmarks.measure import Work, peak_extra_bytes, ratios, seconds, summary
+from benchmarks import measure
+from benchmarks.measure import Work, peak_extra_bytes, ratios, seconds, summary, synchronize
 from softmax_rnn.cost import blocked_cost, chunked_cost
-from softmax_rnn.files import write_json
-from softmax_rnn.training.environment import environment
 
 # (heads, length, width, order, speed-up expected); memory at most 1/20 at each.
 AGAINST_RUNNING_STATES = ((4, 2048, 8, 4, 8.0), (4, 2048, 16, 2, 12.0), (1, 1024, 64, 2, 100.0))
 GROWTH = (4096, 16384, 4.5)
 GRID = ((256, 1024, 4096, 16384), (8, 16, 64), (1, 2, 4))
 AUTO_AT_MOST = 1.2
-# The slower form is not waited for beyond this many predicted seconds a step.
-PATIENCE = 3.0
+# The slower form is not waited for beyond this many seconds a step, predicted for a CPU.
+PATIENCE = {"cpu": 3.0, "cuda": 100.0}
 STREAM = {"heads": 4, "width": 8, "order": 4, "tokens": 1_000_000, "piece": 1000}
+TOKENS = 200  # one at a time
 
 
-def inputs(heads: int, length: int, width: int) -> list[Tensor]:
+def inputs(heads: int, length: int, width: int, device: str) -> list[Tensor]:
     """q, k, v, all [1, heads, length, width]."""
     draw = torch.Generator().manual_seed(0)
-    return [torch.randn(1, heads, length, width, generator=draw) for _ in range(3)]
+    drawn = (torch.randn(1, heads, length, width, generator=draw) for _ in range(3))
+    return [x.to(device) for x in drawn]
 
 
-def running_states(width: int, order: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def running_states(
+    width: int, order: int, device: str
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The plain causal way: monomials by their indices, states by a cumulative sum."""
     powers = []
     for degree in range(order + 1):
         indices = list(combinations_with_replacement(range(width), degree))
         repeats = [math.prod(math.factorial(i.count(j)) for j in set(i)) for i in indices]
         weights = 1.0 / torch.tensor(repeats, dtype=torch.float64)
-        powers.append((torch.tensor(indices, dtype=torch.long).view(len(indices), degree), weights))
+        places = torch.tensor(indices, dtype=torch.long).view(len(indices), degree)
+        powers.append((places.to(device), weights.to(device)))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q = q / math.sqrt(width)
@@ -89,19 +89,19 @@ def check(attend: Callable[..., Tensor], spec: sr.AttentionSpec, data: list[Tens
     return error
 
 
-def against_running_states(rounds: int) -> list[dict[str, Any]]:
+def against_running_states(rounds: int, device: str) -> list[dict[str, Any]]:
     """Forward, time and peak memory, of the chunked form and of running states."""
     rows = []
     for heads, length, width, order, expected in track(
         AGAINST_RUNNING_STATES, description="running states", transient=True
     ):
-        spec, data = sr.variant("taylor", order=order), inputs(heads, length, width)
-        ways = {"running states": running_states(width, order), "chunked": chunked(spec)}
+        spec, data = sr.variant("taylor", order=order), inputs(heads, length, width, device)
+        ways = {"running states": running_states(width, order, device), "chunked": chunked(spec)}
         errors = {name: check(attend, spec, data) for name, attend in ways.items()}
         work: dict[str, Work] = {name: partial(attend, *data) for name, attend in ways.items()}
         with torch.no_grad():
-            times = seconds(work, rounds)
-            peaks = {name: peak_extra_bytes(run) for name, run in work.items()}
+            times = seconds(work, rounds, device=device)
+            peaks = {name: peak_extra_bytes(run, device) for name, run in work.items()}
         rows.append(
             {
                 "heads": heads,
@@ -130,12 +130,15 @@ def step(form: str, spec: sr.AttentionSpec, data: list[Tensor]) -> Work:
     return run
 
 
-def growth(rounds: int) -> dict[str, Any]:
+def growth(rounds: int, device: str) -> dict[str, Any]:
     """Chunked, forward and backward: time from a length to four times it."""
     short, long, at_most = GROWTH
     spec = sr.variant("taylor", order=2)
-    work = {str(length): step("chunked", spec, inputs(4, length, 16)) for length in (short, long)}
-    times = seconds(work, rounds)
+    work = {
+        str(length): step("chunked", spec, inputs(4, length, 16, device))
+        for length in (short, long)
+    }
+    times = seconds(work, rounds, device=device)
     return {
         "heads": 4,
         "width": 16,
@@ -146,24 +149,25 @@ def growth(rounds: int) -> dict[str, Any]:
     }
 
 
-def dispatch(rounds: int, heads: int = 2) -> list[dict[str, Any]]:
+def dispatch(rounds: int, device: str, heads: int = 2) -> list[dict[str, Any]]:
     """Auto against the better of blocked and chunked, forward and backward, over a grid."""
     lengths, widths, orders = GRID
     cells = [(t, d, n) for t in lengths for d in widths for n in orders]
     rows = []
     for length, width, order in track(cells, description="auto", transient=True):
-        spec, data = sr.variant("taylor", order=order), inputs(heads, length, width)
+        spec, data = sr.variant("taylor", order=order), inputs(heads, length, width, device)
         sizes = (spec, length, length, width, width)
         cost = {
             "blocked": blocked_cost(*sizes, heads=heads),
             "chunked": chunked_cost(*sizes, heads=heads),
         }
         # Nanoseconds a head, forward; the backward pass takes three times as long again.
-        slow = {name: 4e-9 * heads * cost[name] > PATIENCE for name in cost}
+        slow = {name: 4e-9 * heads * cost[name] > PATIENCE[device] for name in cost}
         names = [name for name in cost if not slow[name] or cost[name] == min(cost.values())]
         # What follows a form that fills the memory pays for it: auto comes after the leaner one.
         names.sort(key=lambda name: cost[name], reverse=True)
-        times = seconds({name: step(name, spec, data) for name in [*names, "auto"]}, rounds)
+        work = {name: step(name, spec, data) for name in [*names, "auto"]}
+        times = seconds(work, rounds, device=device, shuffled=False)
         best = min(names, key=lambda name: median(times[name]))
         rows.append(
             {
@@ -181,30 +185,38 @@ def dispatch(rounds: int, heads: int = 2) -> list[dict[str, Any]]:
     return rows
 
 
-def stream() -> dict[str, Any]:
+def stream(device: str) -> dict[str, Any]:
     """A million tokens, a piece at a time: resident memory, time at both ends, the last window."""
     heads, width, piece = STREAM["heads"], STREAM["width"], STREAM["piece"]
     spec = sr.variant("taylor", order=STREAM["order"])
     pieces, warm, window = STREAM["tokens"] // piece, 20, 20
     draw = torch.Generator().manual_seed(1)
     flow, times, process = sr.Stream(spec), [], psutil.Process()
+
+    def held() -> int:
+        if device == "cuda":
+            return torch.cuda.memory_allocated()
+        resident: int = process.memory_info().rss
+        return resident
+
     drawn = torch.empty(3, 1, heads, piece, width)
     before, largest = 0, 0
     for index in track(range(pieces), description="stream", transient=True):
-        drawn.normal_(generator=draw)
+        given = drawn.normal_(generator=draw).to(device)
         start = perf_counter()
-        out = flow(*drawn)
+        out = flow(*given)
+        synchronize(device)
         times.append(perf_counter() - start)
         if index == warm:
-            before = process.memory_info().rss
-        largest = max(largest, process.memory_info().rss)
+            before = held()
+        largest = max(largest, held())
     grown = largest - before
     draw.manual_seed(1)
     everything = torch.empty(3, 1, heads, pieces * piece, width)
     for index in range(pieces):
         everything[:, :, :, index * piece : (index + 1) * piece] = drawn.normal_(generator=draw)
     with torch.no_grad():
-        q, k, v = everything
+        q, k, v = everything.to(device)
         expected = sr.attention(q, k, v, spec, form="chunked")[:, :, -piece:]
     first, last = times[warm : warm + window], times[-window:]
     return {
@@ -218,18 +230,19 @@ def stream() -> dict[str, Any]:
     }
 
 
-def one_token(rounds: int = 200) -> list[dict[str, Any]]:
+def one_token(device: str) -> list[dict[str, Any]]:
     """A token at a time: milliseconds a token, whatever came before."""
     rows = []
     for heads, width, order in ((4, 8, 4), (4, 32, 2), (8, 64, 2)):
         spec = sr.variant("taylor", order=order)
         flow = sr.Stream(spec)
-        q, k, v = inputs(heads, rounds + 20, width)
+        q, k, v = inputs(heads, TOKENS + 20, width, device)
         times = []
-        for token in range(rounds + 20):
+        for token in range(TOKENS + 20):
             here = slice(token, token + 1)
             start = perf_counter()
             flow(q[:, :, here], k[:, :, here], v[:, :, here])
+            synchronize(device)
             times.append(perf_counter() - start)
         rows.append(
             {
@@ -247,8 +260,8 @@ def verdicts(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Every expectation, with what was found."""
     answers = []
 
-    def expect(what: str, found: float, holds: bool, expected: str) -> None:
-        answers.append({"what": what, "found": found, "expected": expected, "holds": bool(holds)})
+    def expect(what: str, found: float, holds: bool, limit: str) -> None:
+        answers.append({"what": what, "found": found, "limit": limit, "holds": bool(holds)})
 
     for row in result["against_running_states"]:
         what = "H={heads} T={length} d={width} order {order}".format(**row)
@@ -271,22 +284,21 @@ def verdicts(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """The rows and the verdicts as tables."""
-    table = Table("H", "T", "d", "order", box=box.SIMPLE_HEAD, title="forward, milliseconds")
-    for column in ("running states", "chunked", "speed-up [quartiles]", "memory ratio"):
-        table.add_column(column, justify="right")
+    """The rows as tables."""
+    columns = ("running states", "chunked", "speed-up [quartiles]", "memory ratio")
+    table = measure.table("H", "T", "d", "order", *columns)
+    table.title = "forward, milliseconds"
     for row in result["against_running_states"]:
-        times, ratio = row["seconds"], row["speedup"]
+        times = row["seconds"]
         table.add_row(
             *(str(row[key]) for key in ("heads", "length", "width", "order")),
             *(f"{1e3 * times[name]['median']:.1f}" for name in ("running states", "chunked")),
-            f"{ratio['median']:.1f} [{ratio['low']:.1f}, {ratio['high']:.1f}]",
+            measure.spread(row["speedup"], digits=1),
             f"{row['memory_ratio']:.0f}",
         )
     console.print(table)
-    table = Table("T", "d", "order", box=box.SIMPLE_HEAD, title="forward and backward, ms")
-    for column in ("blocked", "chunked", "auto / better", "crossover"):
-        table.add_column(column, justify="right")
+    table = measure.table("T", "d", "order", "blocked", "chunked", "auto / better", "crossover")
+    table.title = "forward and backward, milliseconds"
     for row in result["dispatch"]:
         times = row["seconds"]
         cells = (
@@ -305,35 +317,25 @@ def show(result: dict[str, Any], console: Console) -> None:
             "one token, H={heads} d={width} order {order}: ".format(**row)
             + f"{1e3 * row['seconds']['median']:.2f} ms, state {row['state_bytes'] / 1024:,.0f} KiB"
         )
-    for answer in result["verdicts"]:
-        mark = "holds" if answer["holds"] else "FAILS"
-        console.print(f"{mark}  {answer['what']}: {answer['found']:.3g} ({answer['expected']})")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    arguments = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = measure.parsed(measure.parser(__doc__, rounds=7), argv)
+    device, rounds = arguments.device, arguments.rounds
     torch.set_num_threads(1)
-    console = Console(width=100)
+    console = Console(width=110)
     result: dict[str, Any] = {
-        "benchmark": "recurrence",
-        "command": " ".join(["python -m benchmarks.recurrence", *sys.argv[1:]]),
-        "against_running_states": against_running_states(arguments.rounds),
-        "growth": growth(arguments.rounds),
-        "dispatch": dispatch(max(5, arguments.rounds - 2)),
-        "one_token": one_token(),
-        "stream": stream(),
-        "environment": environment(),
+        **measure.opening("recurrence", arguments),
+        "dtype": "torch.float32",
+        "against_running_states": against_running_states(rounds, device),
+        "growth": growth(rounds, device),
+        "dispatch": dispatch(min(rounds, measure.LEAST_ROUNDS), device),
+        "one_token": one_token(device),
+        "stream": stream(device),
     }
     result["verdicts"] = verdicts(result)
     show(result, console)
-    out = arguments.out or Path(__file__).parent / "results" / "recurrence-cpu.json"
-    write_json(out, result)
-    console.print(f"Written to {out}")
+    measure.finish(result, result["verdicts"], arguments, console)
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 
 import matplotlib as mpl
@@ -12,6 +11,7 @@ from matplotlib.figure import Figure
 
 import softmax_rnn as sr
 from softmax_rnn.files import write_text
+from softmax_rnn.report import markdown
 from softmax_rnn.symmetric import cumulative_dimension
 
 HERE = Path(__file__).parent
@@ -97,15 +97,10 @@ def figure(path: Path) -> None:
         drawing.savefig(path, dpi=160)
 
 
-def fill(text: str) -> str:
-    """The page with every table between its markers made anew."""
-    for name, table in {"states": states, "orders": orders, "crossovers": crossovers}.items():
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        text, count = re.subn(
-            pattern, lambda found, table=table: f"{found[1]}{table()}\n{found[2]}", text, flags=re.S
-        )
-        assert count == 1, name
-    return text
+def fill(page: str) -> str:
+    """The page with every table made anew."""
+    tables = {"states": states, "orders": orders, "crossovers": crossovers}
+    return markdown.fill(page, {name: make() for name, make in tables.items()})
 
 
 def _short(number: int) -> str:

@@ -5,7 +5,6 @@ RUNS is the folder that ``softmax-rnn reproduce`` was given as ``--out`` (its de
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from softmax_rnn.experiments.plan import Experiment
 from softmax_rnn.experiments.reproduce import draw, finished_runs
 from softmax_rnn.experiments.scales import SCALES
 from softmax_rnn.files import write_text
+from softmax_rnn.report import markdown
 from softmax_rnn.report.table import results
 from softmax_rnn.training.folder import RunFolder
 
@@ -88,14 +88,7 @@ def main(root: Path) -> None:
         for path in draw(experiment, SCALE, root, seeds):
             if path.suffix == ".png":
                 shutil.copy(path, HERE / "images" / f"results_{name}.png")
-    for name, part in parts.items():
-        text = re.sub(
-            rf"(<!-- {name} -->\n).*?(<!-- end -->)",
-            lambda place, part=part: f"{place[1]}{part}\n{place[2]}",
-            text,
-            flags=re.S,
-        )
-    write_text(page, text)
+    write_text(page, markdown.fill(text, parts))
 
 
 if __name__ == "__main__":

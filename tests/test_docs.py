@@ -11,9 +11,10 @@ import pytest
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-def test_the_tables_of_recurrent_are_as_its_script_makes_them() -> None:
-    page = (DOCS / "recurrent.md").read_text(encoding="utf-8")
-    assert runpy.run_path(str(DOCS / "recurrent.py"))["fill"](page) == page
+@pytest.mark.parametrize("name", ["recurrent", "scaling"])
+def test_the_tables_of_a_page_are_as_its_script_makes_them(name: str) -> None:
+    page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    assert runpy.run_path(str(DOCS / f"{name}.py"))["fill"](page) == page
 
 
 def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

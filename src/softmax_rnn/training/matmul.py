@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ def widest_float32_products() -> Iterator[bool]:
     also *allows* bfloat16 inside. oneDNN makes use of that with AMX tiles alone, so nothing is
     switched where there are any, and nothing stays so if a product shows that digits were lost.
     """
-    products = torch.backends.mkldnn.matmul
+    products: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = products.fp32_precision
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512" and "AMD" in processor()
     if wide and torch.backends.mkldnn.is_available() and not torch.cpu._is_amx_tile_supported():

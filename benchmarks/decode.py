@@ -1,0 +1,196 @@
+"""Decoding, a token after a token: key/value caches against states; Hugging Face's Llama.
+
+    python -m benchmarks.decode                  # CPU: the demo preset, float32
+    python -m benchmarks.decode --device cuda    # the small preset (275 M), bfloat16
+
+All models have the same (random) weights. Before a time is taken, each must choose the same greedy
+tokens with its cache as without, and softmax the same as Llama. Then a prompt is read, and every
+round decodes some tokens after it: the likeliest token of a forward pass is the next one's input,
+without the rest of `generate()`. Ratios are to Llama with SDPA.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+from benchmarks import measure
+from benchmarks.llama import PRESET, VOCABULARY, models, run_config, tokens
+from benchmarks.targets import judge
+from softmax_rnn.cache import RecurrentCache
+
+VARIANTS = ["softmax", "taylor:2", "linear_elu"]
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+CHECKED = (96, 24)  # tokens of the prompt, and decoded
+
+
+def new_cache(model: Any) -> Cache:
+    """States for a finite series, keys and values for the rest."""
+    spec = getattr(model.config, "spec", None)
+    if spec is None or spec.order is None:
+        return DynamicCache(config=model.config)
+    return RecurrentCache()
+
+
+def cache_bytes(cache: Any) -> int:
+    """What a cache holds."""
+    if isinstance(cache, RecurrentCache):
+        return cache.nbytes
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+class Decoder:
+    """A model that has read a prompt; a call decodes some tokens after it.
+
+    A key/value cache is cut back to the prompt afterwards, so that every call meets the same
+    length. A state is not: its size and its cost stay the same.
+    """
+
+    def __init__(self, model: Any, prompt: Tensor, new_tokens: int) -> None:
+        self.model, self.new_tokens = model, new_tokens
+        self.cache = new_cache(model)
+        self.first = self._next(prompt)
+        self.nbytes = cache_bytes(self.cache)
+
+    def _next(self, ids: Tensor) -> Tensor:
+        out = self.model(
+            input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+        )
+        likeliest: Tensor = out.logits[:, -1:].argmax(-1)
+        return likeliest
+
+    def __call__(self) -> Tensor:
+        """The tokens after the prompt, [batch, 1 + new_tokens]."""
+        ids = [self.first]
+        for _ in range(self.new_tokens):
+            ids.append(self._next(ids[-1]))
+        if not isinstance(self.cache, RecurrentCache):
+            self.cache.crop(-self.new_tokens)
+        return torch.cat(ids, dim=1)
+
+
+def uncached(model: Any, ids: Tensor, new_tokens: int) -> Tensor:
+    """The same tokens by reading everything anew for each."""
+    prompted = ids.shape[1]
+    for _ in range(new_tokens + 1):
+        logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+    return ids[:, prompted:]
+
+
+def check(made: dict[str, Any], prompt: Tensor, new_tokens: int) -> None:
+    """End if a cache changes a token, or softmax differs from Llama."""
+    found = {name: Decoder(model, prompt, new_tokens)() for name, model in made.items()}
+    expected = {name: uncached(model, prompt, new_tokens) for name, model in made.items()}
+    wrong = [name for name in made if not torch.equal(found[name], expected[name])]
+    if wrong:
+        raise SystemExit(f"Not timed: other tokens with a cache than without: {wrong}.")
+    if not torch.equal(found["softmax"], found["llama"]):
+        raise SystemExit("Not timed: softmax chooses other tokens than Llama.")
+
+
+def cell(
+    made: dict[str, Any], prompt: Tensor, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The rows of one length."""
+    device, new_tokens = arguments.device, arguments.new_tokens
+    options = {"device": device, "patience": arguments.patience}
+    reading: dict[str, measure.Work] = {
+        name: lambda model=model: Decoder(model, prompt, 0)  # type: ignore[misc]
+        for name, model in made.items()
+    }
+    prompts = measure.seconds(reading, min(arguments.rounds, measure.LEAST_ROUNDS), **options)
+    decoders = {name: Decoder(model, prompt, new_tokens) for name, model in made.items()}
+    times = measure.seconds(decoders, arguments.rounds, **options)
+    found = measure.measured(decoders, times, "llama", device)
+    rows = []
+    for name, decoder in decoders.items():
+        # Weights but for the embedding (a row of it), and the cache; a state is written as well.
+        embedding = made[name].get_input_embeddings().weight
+        weights = sum(x.nbytes for x in made[name].parameters()) - embedding.nbytes
+        recurrent = isinstance(decoder.cache, RecurrentCache)
+        moved = weights + decoder.nbytes * (2 if recurrent else 1)
+        passes_per_second = new_tokens / found[name]["seconds"]["median"]
+        rows.append(
+            {
+                "name": name,
+                "cache": "states" if recurrent else "keys and values",
+                "length": prompt.shape[1],
+                **found[name],
+                "tokens_per_second": prompt.shape[0] * passes_per_second,
+                "prompt_seconds": measure.summary(prompts[name]),
+                "cache_bytes": decoder.nbytes,
+                "bytes_per_second": moved * passes_per_second,
+            }
+        )
+    return rows
+
+
+@torch.inference_mode()
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Check, then measure; everything as plain data."""
+    device = arguments.device
+    config = run_config(arguments.preset)
+    result = measure.opening("decode", arguments)
+    made = {name: model.eval() for name, model in models(config, VARIANTS, device).items()}
+    prompted, new_tokens = CHECKED
+    check(made, tokens(config, (1, prompted), device), new_tokens)
+    made = {name: model.to(measure.DTYPES[device]) for name, model in made.items()}
+    rows: list[dict[str, Any]] = []
+    for length in track(arguments.lengths, description="prompts", transient=True):
+        rows += cell(made, tokens(config, (arguments.batch, length), device), arguments)
+    return {
+        **result,
+        "preset": arguments.preset,
+        "dtype": str(measure.DTYPES[device]),
+        "batch": arguments.batch,
+        "new_tokens": arguments.new_tokens,
+        "reference": "llama",
+        "rows": rows,
+    }
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """The rows as a table."""
+    table = measure.table(
+        "prompt", "name", "tokens/s", "time / Llama [quartiles]", "prompt ms", "cache KiB", "GB/s"
+    )
+    for row in result["rows"]:
+        if row["name"] == "llama":
+            table.add_section()
+        table.add_row(
+            str(row["length"]),
+            row["name"],
+            f"{row['tokens_per_second']:,.0f}",
+            measure.spread(row["ratio"]),
+            f"{1e3 * row['prompt_seconds']['median']:,.1f}",
+            f"{row['cache_bytes'] / 1024:,.0f}",
+            f"{row['bytes_per_second'] / 1e9:.2f}",
+        )
+    console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = measure.parser(__doc__, rounds=15, patience=30.0)
+    options.add_argument("--preset", choices=list(VOCABULARY))
+    options.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of the prompt")
+    options.add_argument("--new-tokens", type=int, default=32, help="decoded in a round")
+    options.add_argument("--batch", type=int, default=1)
+    arguments = measure.parsed(options, argv)
+    arguments.preset = arguments.preset or PRESET[arguments.device]
+    console = Console(width=110)
+    result = run(arguments)
+    show(result, console)
+    measure.finish(result, judge(result), arguments, console)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

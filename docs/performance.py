@@ -1,0 +1,274 @@
+"""Make the tables and figures of performance.md from JSON: ``python docs/performance.py``.
+
+The JSON is what ``make bench`` and ``make bench-gpu`` write to benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks is not installed
+
+from benchmarks.figures import draw_decode, draw_op
+from benchmarks.measure import FORMAT, RESULTS, spread
+from benchmarks.targets import TARGETS, judge
+
+from softmax_rnn.files import write_text
+from softmax_rnn.report import markdown
+from softmax_rnn.report.markdown import table
+
+Result = Mapping[str, Any]
+Results = Mapping[tuple[str, str], Result]
+Row = Mapping[str, Any]
+
+HERE = Path(__file__).parent
+BENCHMARKS = ("op", "recurrence", "step", "decode")
+DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+NONE = "not measured"
+
+
+def load(folder: Path) -> dict[tuple[str, str], Result]:
+    """Every result of the present format, by benchmark and device."""
+    found = {}
+    for benchmark in BENCHMARKS:
+        for device in DEVICES:
+            path = folder / f"{benchmark}-{device}.json"
+            if not path.exists():
+                continue
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data.get("format") == FORMAT:
+                found[benchmark, device] = data
+            else:
+                print(f"{path} is of another format: run the benchmark again.")
+    return found
+
+
+def targets(results: Results) -> str:
+    """Every target with what was found."""
+    rows = []
+    for benchmark, device in dict.fromkeys((t.benchmark, t.device) for t in TARGETS):
+        wanted = [t for t in TARGETS if (t.benchmark, t.device) == (benchmark, device)]
+        for answer in judge(results.get((benchmark, device), {}), wanted):
+            found = held = NONE
+            if answer["found"] is not None:
+                worst = f" at {answer['where']}" if answer["where"] else ""
+                found = spread({**answer, "median": answer["found"]}) + worst
+                held = "yes" if answer["holds"] else "**no**"
+            place = f"{benchmark}, {DEVICES[device]}"
+            rows.append([place, answer["what"], answer["limit"], found, held])
+    return table(["benchmark", "target", "limit", "measured [quartiles]", "held?"], rows, left=2)
+
+
+def machines(results: Results) -> str:
+    """What every result was measured on."""
+    if not results:
+        return f"Nothing: {NONE}."
+    places: dict[str, list[str]] = {}
+    rows = []
+    for (benchmark, device), result in results.items():
+        where, top = result["environment"], result["ceiling"]
+        packages = [f"{name} {version}" for name, version in where["packages"].items()]
+        versions = ", ".join([*packages, *result.get("peers", [])])
+        gpus = f", {', '.join(where['gpus'])}, CUDA {where['cuda']}" if where["gpus"] else ""
+        place = (
+            f"{where['processor']}, {where['cores']} cores, {where['memory_bytes'] / 2**30:.0f} GiB"
+            f"{gpus}; {where['platform']}, Python {where['python']}, {versions}"
+        )
+        name = f"{benchmark}, {DEVICES[device]}"
+        places.setdefault(place, []).append(name)
+        rows.append(
+            [
+                f"`{result['command']}`",
+                str(where["commit"])[:10],
+                str(where["threads"]),
+                f"{where['busy_before_percent']:.0f}%",
+                f"{_rate(top['flop_per_second'])}FLOP/s",
+                f"{_rate(top['bytes_per_second'])}B/s",
+            ]
+        )
+    lines = [f"- {'; '.join(names)}: {place}" for place, names in places.items()]
+    ways = dict.fromkeys(result["ceiling"]["how"] for result in results.values())
+    columns = ["command", "commit", "threads", "cores busy before", "product", "copy"]
+    return "\n".join([*lines, f"- the ceiling: {'; '.join(ways)}", "", table(columns, rows)])
+
+
+def missing(results: Results) -> str:
+    """What has no numbers here, and why."""
+    lines = [
+        f"- {benchmark} on a {DEVICES[device]}: {NONE}."
+        for device in DEVICES
+        for benchmark in BENCHMARKS
+        if (benchmark, device) not in results
+    ]
+    for (benchmark, device), result in results.items():
+        place = f"{benchmark}, {DEVICES[device]}"
+        if result.get("not_installed"):
+            lines.append(f"- {place}: not installed: {', '.join(result['not_installed'])}.")
+        for key, value in result.get("not_timed", {}).items():
+            reasons = {key: value} if isinstance(value, str) else value
+            lines += [f"- {place}: {name} not timed: {why}." for name, why in reasons.items()]
+    return "\n".join(lines) or "Everything was measured."
+
+
+def op(result: Result) -> str:
+    """Every contestant at every length."""
+    top = result["ceiling"]
+    columns = ["T", "name", "form", "ms", "/ SDPA [quartiles]", "extra MiB", "FLOP/s", "B/s"]
+    rows = [
+        [
+            str(row["length"]),
+            _code(row),
+            row["form"] or "",
+            spread(row["seconds"], 1e3, 1),
+            spread(row["ratio"]),
+            f"{row['peak_extra_bytes'] / 2**20:,.0f}",
+            _share(row["flop_per_second"], top["flop_per_second"]),
+            _share(row["bytes_per_second"], top["bytes_per_second"]),
+        ]
+        for row in result["rows"]
+    ]
+    widths = dict.fromkeys(row["width"] for row in result["rows"])
+    parts = []
+    for width in widths:
+        own = [
+            cells for row, cells in zip(result["rows"], rows, strict=True) if row["width"] == width
+        ]
+        first = next(row for row in result["rows"] if row["width"] == width)
+        parts.append(
+            f"D={width}, {_dtype(result)}, B={first['batch']} H={first['heads']} at "
+            f"T={first['length']}:\n\n" + table(columns, own, left=3)
+        )
+    return "\n\n".join(parts)
+
+
+def step(result: Result) -> str:
+    """Every model's step."""
+    columns = ["name", "ms", "/ Llama [quartiles]", "extra MiB", "tokens/s", "model FLOP/s"]
+    sheet = any(row["utilisation_of_data_sheet"] is not None for row in result["rows"])
+    rows = []
+    for row in result["rows"]:
+        cells = [
+            _code(row),
+            spread(row["seconds"], 1e3, 1),
+            spread(row["ratio"], digits=3),
+            f"{row['peak_extra_bytes'] / 2**20:,.0f}",
+            f"{row['tokens_per_second']:,.0f}",
+            _share(row["flop_per_second"], result["ceiling"]["flop_per_second"]),
+        ]
+        rows.append(cells + ([f"{row['utilisation_of_data_sheet']:.1%}"] if sheet else []))
+    size = result["rows"][0]["parameters"] / 1e6
+    head = (
+        f"The {result['preset']} preset ({size:.1f} M parameters), {_dtype(result)}, "
+        f"{result['batch']} sequences of {result['length']} tokens:\n\n"
+    )
+    return head + table(columns + ["of the data sheet"] * sheet, rows)
+
+
+def decode(result: Result) -> str:
+    """Every model after every prompt."""
+    columns = ["prompt", "name", "cache", "tokens/s", "time / Llama [quartiles]", "prompt, ms"]
+    rows = [
+        [
+            str(row["length"]),
+            _code(row),
+            row["cache"],
+            f"{row['tokens_per_second']:,.0f}",
+            spread(row["ratio"]),
+            f"{1e3 * row['prompt_seconds']['median']:,.1f}",
+            f"{row['cache_bytes'] / 2**20:,.2f}",
+            f"{row['peak_extra_bytes'] / 2**20:,.1f}",
+            _share(row["bytes_per_second"], result["ceiling"]["bytes_per_second"]),
+        ]
+        for row in result["rows"]
+    ]
+    head = (
+        f"The {result['preset']} preset, {_dtype(result)}, batch {result['batch']}, "
+        f"{result['new_tokens']} tokens a round:\n\n"
+    )
+    return head + table([*columns, "cache, MiB", "extra MiB", "B/s"], rows, left=3)
+
+
+def recurrence(result: Result) -> str:
+    """What was expected of finite series, and found."""
+    rows = [
+        [row["what"], row["limit"], f"{row['found']:.3g}", "yes" if row["holds"] else "**no**"]
+        for row in result["verdicts"]
+    ]
+    return table(["expectation", "limit", "measured", "held?"], rows)
+
+
+def _code(row: Row) -> str:
+    """A variant's name as code, any other as text."""
+    name: str = row["name"]
+    plain = name.startswith(("sdpa", "llama", "materialised", "flash-linear", "power-attention"))
+    return name if plain else f"`{name}`"
+
+
+def _dtype(result: Result) -> str:
+    return str(result["dtype"]).removeprefix("torch.")
+
+
+def _share(rate: float, top: float) -> str:
+    return f"{_rate(rate)} ({rate / top:.0%})"
+
+
+def _rate(value: float) -> str:
+    """``123 G``: three digits and a prefix."""
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}"
+    return f"{value:.3g} "
+
+
+PARTS: dict[str, Callable[[Result], str]] = {
+    "op": op,
+    "step": step,
+    "decode": decode,
+    "recurrence": recurrence,
+}
+FIGURES: dict[str, tuple[Callable[[Result, Path], None], str]] = {
+    "op": (draw_op, "Time and memory of the operation against the length"),
+    "decode": (draw_decode, "Speed of decoding and size of the cache against the prompt"),
+}
+
+
+def figures(results: Results, folder: Path) -> None:
+    """Draw what was measured."""
+    for (benchmark, device), result in results.items():
+        if benchmark in FIGURES:
+            FIGURES[benchmark][0](result, folder / f"performance_{benchmark}_{device}.png")
+
+
+def fill(text: str, results: Results) -> str:
+    """The page with every part between its markers made anew."""
+    parts = {
+        "targets": targets(results),
+        "machines": machines(results),
+        "missing": missing(results),
+    }
+    for benchmark, make in PARTS.items():
+        for device in DEVICES:
+            part = NONE
+            if result := results.get((benchmark, device)):
+                part = make(result)
+                if benchmark in FIGURES:
+                    image = f"images/performance_{benchmark}_{device}.png"
+                    part = f"![{FIGURES[benchmark][1]}]({image})\n\n{part}"
+            parts[f"{benchmark} {device}"] = part
+    return markdown.fill(text, parts)
+
+
+def main() -> None:
+    """Fill the page and draw the figures from ``benchmarks/results``."""
+    results = load(RESULTS)
+    figures(results, HERE / "images")
+    page = HERE / "performance.md"
+    write_text(page, fill(page.read_text(encoding="utf-8"), results))
+
+
+if __name__ == "__main__":
+    main()
