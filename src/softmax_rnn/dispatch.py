@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -11,12 +13,10 @@ from torch import Tensor
 
 from softmax_rnn.cost import blocked_cost, chunked_cost
 from softmax_rnn.errors import unknown
-from softmax_rnn.forms import channels
+from softmax_rnn.forms import channels, fused, triton
 from softmax_rnn.forms.blocked import blocked
 from softmax_rnn.forms.chunked import chunked
 from softmax_rnn.forms.dense import dense
-from softmax_rnn.forms.fused import fused
-from softmax_rnn.forms.fused import supports as fused_supports
 from softmax_rnn.forms.recurrent import recurrent
 from softmax_rnn.forms.row_sums import RowSums
 from softmax_rnn.series import MAX_RADIUS, order_for
@@ -50,17 +50,20 @@ class Compute(Protocol):
 class Form(NamedTuple):
     """A way of computing: the function, and what it can do on a type of device.
 
-    A form with a state takes masks of keys alone, the same for every query and head.
+    ``refuses`` names what is beyond it in queries, values and mask on a device that it supports, or
+    nothing. A form with a state takes masks of keys alone, the same for every query and head.
     """
 
     compute: Compute
     supports: Callable[[AttentionSpec, str], bool]
     stateful: bool = False
+    refuses: Callable[[AttentionSpec, Tensor, Tensor, Tensor | None], str] = lambda *_: ""
 
 
-# In the order of preference of form="auto", but for blocked and chunked, which the cost decides.
+# In the order of preference of form="auto", but for chunked, which the cost decides.
 FORMS: dict[str, Form] = {
-    "fused": Form(fused, fused_supports),
+    "fused": Form(fused.fused, fused.supports, refuses=fused.refuses),
+    "triton": Form(triton.triton, triton.supports, refuses=triton.refuses),
     "blocked": Form(blocked, lambda spec, device: True),
     "chunked": Form(chunked, channels.supports, stateful=True),
     "recurrent": Form(recurrent, channels.supports, stateful=True),
@@ -115,12 +118,19 @@ def choose(
             f"[B, 1, 1, S], not {list(mask.shape)}. form='blocked' (in a model: a key/value cache) "
             "takes any mask, without a state."
         )
+    refused = {name: FORMS[name].refuses(spec, q, v, mask) for name in able}
+    able = [name for name in able if not refused[name]]
     if form == "auto":
+        if q.device.type == "cpu" and "triton" in able:
+            able.remove("triton")  # its interpreter is for tests
         form = _cheapest(able, spec, q, k, v, causal, keys_alone)
+        if refused.get("fused"):
+            _warn_once(f"form='fused' cannot compute {refused['fused']}: {form!r} does instead.")
     elif form not in able:
+        what = refused.get(form) or "this spec"
         with_state = " with a state" if stateful else ""
         raise ValueError(
-            f"form={form!r} cannot compute this spec{with_state} on {q.device.type}; "
+            f"form={form!r} cannot compute {what}{with_state} on {q.device.type}; "
             f"those that can: {', '.join(able)}. The spec: {spec}."
         )
     if not stateful and not (q.shape[0] and q.shape[2] and k.shape[2]):
@@ -141,13 +151,18 @@ def _cheapest(
 ) -> str:
     if able[0] == "chunked":  # a state is asked for
         return "recurrent" if k.shape[2] == 1 else "chunked"
-    if able[0] == "blocked" and "chunked" in able and keys_alone:
+    if able[0] in ("triton", "blocked") and "chunked" in able and keys_alone:
         sizes = (spec, q.shape[2], k.shape[2], k.shape[3], v.shape[3])
         heads = max(1, k.shape[0] * k.shape[1])
         cost = chunked_cost(*sizes, causal=causal, heads=heads)
         if cost < blocked_cost(*sizes, causal=causal, heads=heads) and fits(spec, q, k, v):
             return "chunked"
     return able[0]
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
 
 
 def _check_finite_series(spec: AttentionSpec, q: Tensor, k: Tensor) -> None:

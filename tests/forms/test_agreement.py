@@ -157,7 +157,7 @@ def test_unnormalised_overflow_is_an_error(form: str) -> None:
         case.run(sr.attention, torch.float32, form=form)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "triton"])
 def test_inputs_stay_as_they_were(form: str) -> None:
     case = make_case(sr.variant("taylor" if FORMS[form].stateful else "softmax"), mask="padding")
     before = {name: x.clone() for name, x in case.tensors.items()}
@@ -171,8 +171,9 @@ def test_auto_takes_the_fused_kernel_wherever_an_identity_allows() -> None:
         assert sr.forms(name)[0] == "fused"
     for name in ("gate", "taylor:4", "linear_elu", "norm_rms"):
         assert sr.forms(name)[0] == "blocked"
-    assert "fused" not in sr.forms("softmax_plus_one", "cuda")
-    assert "fused" in sr.forms("norm", "cuda")
+    assert "fused" not in sr.forms("softmax_plus_one", "mps")
+    for device in ("cuda", "mps"):
+        assert sr.forms("norm", device)[0] == "fused"
 
 
 def test_memory_of_the_blocked_form_is_linear() -> None:
