@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 import softmax_rnn
 from softmax_rnn import commands
 from softmax_rnn.cli import main
+from softmax_rnn.errors import EXIT_CODES
 from softmax_rnn.training import RunConfig
+from softmax_rnn.training.stopping import RunStopped
 from tiny import TINY
 
 
@@ -128,6 +131,8 @@ def test_variants(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "no/such", "--prompt", "a"], "no/such holds no model"),
         (["analyze", "no/such"], "no/such"),
         (["trian"], "Did you mean 'train'?"),
+        (["train", "--stop-after", "90"], "written as in 2d, 1h50m or 90s, not '90'"),
+        (["compare", "softmax", "--stop-after", "soon"], "1h50m or 90s, not 'soon'"),
     ],
 )
 def test_mistakes_are_told_in_a_line(
@@ -219,6 +224,38 @@ def test_stopping_is_told_in_a_line(
         monkeypatch.setattr(commands, name, interrupt)
     assert main([*words, "--out", str(tmp_path / "run")]) == 130
     assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_what_was_saved_has_an_exit_code_of_its_own(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seen: list[float] = []
+
+    def stop(*_: object, stop_after: float, **__: object) -> None:
+        seen.append(stop_after)
+        raise RunStopped(signal.SIGTERM, "after step 7")
+
+    for name in ("train", "run_all"):
+        monkeypatch.setattr(commands, name, stop)
+    assert main([command, "--out", str(tmp_path / "run"), "--stop-after", "1h50m"]) == 75
+    resume = " with --resume" if command == "train" else ""
+    told = f"Stopped by SIGTERM after step 7; the same command{resume} goes on\n"
+    assert capsys.readouterr().err == told
+    assert seen == [6600]
+
+
+def test_exit_codes_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    readme = Path(__file__).parents[1].joinpath("README.md").read_text()
+    for code, about in EXIT_CODES.items():
+        assert f"{code:d} {about}" in shown
+        assert f"| {code:d} | {about} |" in readme
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

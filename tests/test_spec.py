@@ -26,7 +26,9 @@ def test_round_trip(spec: AttentionSpec) -> None:
         ({"series": "taylor", "order": 1.5}, "not 1.5"),
         ({"series": "taylor", "order": True}, "not True"),
         ({"order": 2}, "series 'exp' has every power"),
+        ({"series": "taylor", "order": 2001}, "at most 2000, not 2001"),
         ({"clamp": float("inf")}, "clamp must be a finite number"),
+        ({"clamp": 10**400}, "clamp must be a finite number"),
         ({"scale": 0}, "scale must be a finite number other than 0"),
         ({"scale": "big"}, "or None, not 'big'"),
         ({"epsilon": -1.0}, "epsilon must be a finite number >= 0"),
@@ -42,6 +44,12 @@ def test_mistakes_are_named(fields: dict[str, object], message: str) -> None:
 def test_unknown_field_names_the_nearest() -> None:
     with pytest.raises(ValueError, match="Did you mean 'denominator'"):
         AttentionSpec.from_dict({"denominater": "sum"})
+
+
+@pytest.mark.parametrize("data", [None, [], "softmax", ["norm"]])
+def test_fields_are_a_mapping(data: object) -> None:
+    with pytest.raises(ValueError, match="must be a mapping, not"):
+        AttentionSpec.from_dict(data)  # type: ignore[arg-type]
 
 
 def test_scale_defaults() -> None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import faulthandler
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
 from jsonargparse import ArgumentParser
 from torch import OutOfMemoryError
 
 from softmax_rnn.commands import COMMANDS
+from softmax_rnn.errors import EXIT_CODES, ExitCode
 from softmax_rnn.experiments.compare import RunsFailedError
+from softmax_rnn.rules import parse_yaml
 from softmax_rnn.training import RunConfig
+from softmax_rnn.training.stopping import RunStopped
 from softmax_rnn.training.trainer import NonFiniteError
 from softmax_rnn.version import __version__
 
@@ -49,29 +52,37 @@ class _Parser(ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code: 0, 1 for a failed run, 2 for a user's mistake."""
+    """Run a command; return its :class:`ExitCode`."""
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # a mapped file that is cut short ends the process with SIGBUS
     words = [_underscored(word) for word in (sys.argv[1:] if arguments is None else arguments)]
     try:
         parsed = _parser(_preset(words)).parse_args(words)
         return COMMANDS[parsed.subcommand].run(parsed[parsed.subcommand])
     except (ValueError, FileNotFoundError, PermissionError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _told(ExitCode.WRONG_INPUT, f"error: {error}")
     except (NonFiniteError, RunsFailedError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _told(ExitCode.FAILED, f"error: {error}")
     except (OverflowError, FloatingPointError, MemoryError, OutOfMemoryError) as error:
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return _told(ExitCode.FAILED, f"error: {type(error).__name__}: {error}")
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):  # torch has no class for it on the CPU
             raise
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _told(ExitCode.FAILED, f"error: {error}")
+    except RunStopped as stopped:
+        return _told(ExitCode.STOPPED, f"{stopped}; {_again(words)}")
     except KeyboardInterrupt:
-        resume = " with --resume" if words[0] == "train" and "--resume" not in words else ""
-        print(f"stopped; the same command{resume} goes on", file=sys.stderr)
-        return 130
+        return _told(ExitCode.INTERRUPTED, f"stopped; {_again(words)}")
+
+
+def _told(code: ExitCode, message: str) -> int:
+    print(message, file=sys.stderr)
+    return code
+
+
+def _again(words: Sequence[str]) -> str:
+    resume = " with --resume" if words[0] == "train" and "--resume" not in words else ""
+    return f"the same command{resume} goes on"
 
 
 def _underscored(word: str) -> str:
@@ -95,11 +106,11 @@ def _preset(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _preset_of(path: str | None) -> str | None:
-    """The ``preset`` of a YAML file; what is wrong with the file is told when it is parsed."""
-    try:
-        data = yaml.safe_load(Path(path or "").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    """The ``preset`` of a YAML file; one that is not there is told when it is parsed."""
+    file = Path(path or "")
+    if not file.is_file():
         return None
+    data = parse_yaml(file.read_bytes(), file)
     name = data.get("preset") if isinstance(data, dict) else None
     return None if name is None else str(name)
 
@@ -109,6 +120,7 @@ def _parser(defaults: dict[str, Any]) -> ArgumentParser:
         prog="softmax-rnn",
         description="Softmax attention as a sum of RNNs: train, compare and understand variants.",
         version=__version__,
+        epilog=f"Exit codes: {'; '.join(f'{code} {about}' for code, about in EXIT_CODES.items())}.",
     )
     commands = parser.add_subcommands()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
@@ -24,9 +24,11 @@ from softmax_rnn.files import write_json
 from softmax_rnn.generation import CACHES, generate
 from softmax_rnn.report import find_runs, report
 from softmax_rnn.report.table import rich_table
+from softmax_rnn.rules import parse_yaml
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.training import PRESETS, RunConfig, train
 from softmax_rnn.training.run import load_corpus
+from softmax_rnn.training.stopping import seconds
 from softmax_rnn.variants import variants
 
 DEMO = ("softmax", "norm", "gate", "linear_elu", "linear_relu", "linear_cosine")
@@ -68,6 +70,7 @@ def _compare_options(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run each")
     parser.add_argument("--out", type=str, default="runs/compare", help="folder of the runs")
     _add_parallel(parser)
+    _add_stop_after(parser)
     _add_run_options(parser, defaults, skip={"attention", "seed"})
 
 
@@ -75,12 +78,22 @@ def _add_parallel(parser: ArgumentParser) -> None:
     parser.add_argument("--parallel", type=int, help="runs at a time (default: one a GPU or core)")
 
 
+def _add_stop_after(parser: ArgumentParser) -> None:
+    parser.add_argument("--stop_after", type=str, help="save and stop after, say, 1h50m or 90s")
+
+
+def _stop_after(parsed: Namespace) -> float | None:
+    return None if parsed.stop_after is None else seconds(parsed.stop_after)
+
+
 def _compare(parsed: Namespace) -> int:
     root = Path(parsed.out)
     runs = compare_configs(parsed.variants, parsed.seeds, _run_config(parsed), root)
     failure = None
     try:
-        run_all(runs, root, parallel=parsed.parallel, console=console)
+        run_all(
+            runs, root, parallel=parsed.parallel, stop_after=_stop_after(parsed), console=console
+        )
     except RunsFailedError as error:
         failure = error
     finished = [run.folder for run in runs if run.folder.finished]
@@ -94,15 +107,25 @@ def _compare(parsed: Namespace) -> int:
 def _train_options(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
     parser.add_argument("--out", type=str, default="runs/train", help="the run's folder")
     parser.add_argument("--resume", action="store_true", help="go on with an unfinished run")
+    _add_stop_after(parser)
     _add_run_options(parser, defaults, skip=set())
 
 
 def _train(parsed: Namespace) -> int:
-    folder = train(_run_config(parsed), Path(parsed.out), resume=parsed.resume)
+    folder = train(
+        _run_config(parsed),
+        Path(parsed.out),
+        resume=parsed.resume,
+        stop_after=_stop_after(parsed),
+    )
+    if os.environ.get("RANK", "0") != "0":
+        return 0  # one process of a run speaks for all
     summary = folder.summary
     console.print(
         f"{folder.path}: {summary['steps']} steps, train loss {summary['train_loss']:.4f}, "
-        f"test loss {summary['test_loss']:.4f}"
+        f"test loss {summary['test_loss']:.4f}",
+        soft_wrap=True,
+        markup=False,  # a path may hold brackets
     )
     return 0
 
@@ -152,6 +175,7 @@ def _reproduce_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
     )
     parser.add_argument("--out", type=str, default="runs", help="folder of the runs of all figures")
     _add_parallel(parser)
+    _add_stop_after(parser)
     parser.add_argument("--cluster", type=str, default="local", help="local, or slurm: a job a run")
     parser.add_argument(
         "--cluster_options",
@@ -196,6 +220,7 @@ def _reproduce(parsed: Namespace) -> int:
         cluster=parsed.cluster,
         cluster_options=_fields(parsed.cluster_options),
         fields=fields,
+        stop_after=_stop_after(parsed),
         console=console,
     )
     _print_paths(paths)
@@ -209,7 +234,7 @@ def _fields(words: Sequence[str]) -> dict[str, Any]:
         key, equals, value = word.partition("=")
         if not equals:
             raise ValueError(f"Settings are KEY=VALUE words, not {word!r}.")
-        fields[key] = yaml.safe_load(value)
+        fields[key] = parse_yaml(value, f"The setting {word!r}")
     return fields
 
 
@@ -256,7 +281,7 @@ def _generate(parsed: Namespace) -> int:
         cache=parsed.cache,
         streamed=True,
     )
-    console.print(f"\n{made}", highlight=False, soft_wrap=True)
+    console.print(f"\n{made}", highlight=False, soft_wrap=True, markup=False)
     return 0
 
 
@@ -321,7 +346,7 @@ def _print_whole(shown: RenderableType) -> None:
 
 def _print_paths(paths: Sequence[Path]) -> None:
     for path in paths:
-        console.print(f"  {path}", highlight=False, soft_wrap=True)
+        console.print(f"  {path}", highlight=False, soft_wrap=True, markup=False)
 
 
 COMMANDS: dict[str, Command] = {

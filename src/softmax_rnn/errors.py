@@ -1,9 +1,29 @@
-"""Error messages for a user's mistakes: what was given, what is allowed, the nearest match."""
+"""What is told when something went wrong: exit codes, and messages with the nearest match."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """How a command ended, for the shell."""
+
+    FINISHED = 0
+    FAILED = 1
+    WRONG_INPUT = 2
+    STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
+    INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+
+EXIT_CODES = {
+    ExitCode.FINISHED: "finished",
+    ExitCode.FAILED: "the run failed",
+    ExitCode.WRONG_INPUT: "wrong input, or a corpus or folder that will not do",
+    ExitCode.STOPPED: "stopped by a signal or --stop-after; saved, the same command goes on",
+    ExitCode.INTERRUPTED: "interrupted where there is nothing to save",
+}
 
 
 def unknown(what: str, value: object, allowed: Iterable[str]) -> ValueError:

@@ -20,8 +20,7 @@ def file_aside(path: Path) -> Iterator[Path]:
     aside = _aside(path)
     try:
         yield aside
-        with aside.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(aside)
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
@@ -50,6 +49,15 @@ def folder_aside(path: Path) -> Iterator[Path]:
             aside.replace(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _aside(path: Path) -> Path:

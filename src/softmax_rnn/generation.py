@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+from transformers import TextStreamer, set_seed
 from transformers.cache_utils import Cache, DynamicCache
 
 from softmax_rnn.cache import RecurrentCache, key_value_bytes, recurrent_bytes
+from softmax_rnn.data import load_tokenizer
 from softmax_rnn.errors import require_choice
 from softmax_rnn.models import SoftmaxRNNForCausalLM
+from softmax_rnn.models.loading import load_model
 from softmax_rnn.training.folder import RunFolder
 
 CACHES = ("auto", "recurrent", "key-value", "none")
@@ -89,8 +91,8 @@ def generate(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be >= 1, not {max_new_tokens!r}.")
     folder = model_folder(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = load_model(folder).eval()
+    tokenizer = load_tokenizer(str(folder))
     if not isinstance(model, SoftmaxRNNForCausalLM):
         raise ValueError(f"{folder} holds a {type(model).__name__}, not one of this package.")
     # As in training, where documents begin with their text alone.

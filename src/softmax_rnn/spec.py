@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -19,6 +20,9 @@ OutputGate = Literal["none", "before_norm", "after_norm"]
 Norm = Literal["none", "l2", "rms", "layer"]
 
 INVERSE_SQRT = "1/sqrt(d)"
+
+# With order 1915 exp's series is exact to 1e-300 on every |x| <= 700, past which exp overflows.
+MAX_ORDER = 2000
 
 _CHOICES = {
     "feature_map": get_args(FeatureMap),
@@ -122,6 +126,8 @@ class AttentionSpec:
             raise ValueError(f"series {self.series!r} needs an order: an integer >= 0, e.g. 2.")
         elif isinstance(self.order, bool) or not isinstance(self.order, int) or self.order < 0:
             raise ValueError(f"order must be an integer >= 0, not {self.order!r}.")
+        elif self.order > MAX_ORDER:
+            raise ValueError(f"order must be at most {MAX_ORDER}, not {self.order!r}.")
 
     @property
     def row_sum(self) -> RowSum | None:
@@ -174,6 +180,8 @@ class AttentionSpec:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AttentionSpec:
         """Build a spec from a mapping of field names; raises ``ValueError`` on unknown keys."""
+        if not isinstance(data, Mapping):
+            raise ValueError(f"An attention's fields must be a mapping, not {data!r}.")
         names = [field.name for field in dataclasses.fields(cls)]
         for key in data:
             if key not in names:
@@ -182,4 +190,6 @@ class AttentionSpec:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max  # an integer may be too large for math.isfinite

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from softmax_rnn.errors import unknown
-from softmax_rnn.spec import INVERSE_SQRT
+from softmax_rnn.spec import INVERSE_SQRT, MAX_ORDER
 from softmax_rnn.spec import AttentionSpec as Spec
 
 # The authors clamp the score at 5 before the exponential in every ablation marked c5.
@@ -113,8 +113,11 @@ def variant(name: str, *, order: int | None = None) -> Spec:
     if colon:
         if order is not None:
             raise ValueError(f"variant {name!r} names its order; order={order!r} came on top.")
-        if not suffix.isdecimal():
-            raise ValueError(f"variant {name!r}: the order after ':' must be an integer >= 0.")
+        if not suffix.isdecimal() or len(suffix) > len(str(MAX_ORDER)):
+            raise ValueError(
+                f"variant {name!r}: the order after ':' must be an integer >= 0, at most "
+                f"{MAX_ORDER}."
+            )
         order = int(suffix)
     if order is None:
         return _TABLE[family]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zipfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -83,6 +84,13 @@ def test_a_file_is_a_file_whatever_its_name(texts: Path) -> None:
         ("a.jsonl", b"[1]\n", "found: list"),
         ("a.jsonl.gz", b"not gzip", "Cannot read the corpus file .*a.jsonl.gz"),
         ("a.jsonl.zst", b"not zstd", "Cannot read the corpus file .*a.jsonl.zst"),
+        ("a.jsonl.zst", zstandard.compress(json_lines() * 99)[:-3], "a.jsonl.zst: Truncated"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not JSON"),
+        (
+            "a.jsonl",
+            b'{"%s": 1}' % (b"long " * 999),
+            r"found: long long .{190}\.\.\.\); name its key",
+        ),
         ("a.parquet", b"not parquet", "Cannot read the corpus file .*a.parquet"),
     ],
 )
@@ -90,6 +98,19 @@ def test_unreadable_files_are_named(tmp_path: Path, name: str, data: bytes, mess
     (tmp_path / name).write_bytes(data)
     with pytest.raises(CorpusError, match=message):
         list(read_documents(tmp_path / name, "text"))
+
+
+@pytest.mark.parametrize("members", [0, 1, 2])
+def test_an_archive_of_one_file_is_that_file(tmp_path: Path, members: int) -> None:
+    path = tmp_path / "a.jsonl.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for index in range(members):
+            archive.writestr(f"{index}.jsonl", json_lines())
+    if members == 1:
+        assert list(read_documents(path, "text")) == DOCUMENTS
+        return
+    with pytest.raises(CorpusError, match=f"a.jsonl.zip is an archive of {members} files"):
+        list(read_documents(path, "text"))
 
 
 def test_parquet_without_the_column_lists_the_others(tmp_path: Path) -> None:

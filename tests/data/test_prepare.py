@@ -73,6 +73,10 @@ def test_progress_reaches_the_end(texts: Path, cache: Path) -> None:
 def test_mistakes_are_named(texts: Path, tmp_path: Path, cache: Path) -> None:
     with pytest.raises(ValueError, match=r"between 0 and 1, not 1\.5"):
         prepare(str(texts), byte_tokenizer(), test_fraction=1.5, cache=cache)
+    with pytest.raises(ValueError, match=r"split_seed must lie in .*, not -1"):
+        prepare(str(texts), byte_tokenizer(), split_seed=-1, cache=cache)
+    with pytest.raises(ValueError, match=r"max_tokens must be below 2\*\*53, not 1000"):
+        prepare(str(texts), byte_tokenizer(), max_tokens=10**30, cache=cache)
     (tmp_path / "none.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(CorpusError, match=r"none\.jsonl. holds no text"):
         prepare(str(tmp_path / "none.jsonl"), byte_tokenizer(), cache=cache)

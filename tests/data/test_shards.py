@@ -338,6 +338,10 @@ def test_blocks_run_over_the_ends_of_shards(rows: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("scale")
+def test_the_smallest_share_is_one_of_a_million() -> None:
+    assert held_out(123, 1e-9, np.arange(2_000_000)).sum() == 2
+
+
 def test_progress_of_a_corpus_at_scale(rows: Path, tmp_path: Path) -> None:
     seen: list[Progress] = []
     corpus = prepare(str(rows), byte_tokenizer(), cache=tmp_path, progress=seen.append, **SMALL)

@@ -6,15 +6,18 @@ import io
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 
 import softmax_rnn.experiments.compare as compare_module
 import softmax_rnn.experiments.launch as launch_module
+from processes import start
 from softmax_rnn.experiments.compare import (
     RunsFailedError,
     compare_configs,
@@ -22,7 +25,9 @@ from softmax_rnn.experiments.compare import (
 )
 from softmax_rnn.experiments.launch import LocalLauncher
 from softmax_rnn.experiments.run import PlannedRun
+from softmax_rnn.training import train
 from softmax_rnn.training.folder import RunFolder
+from softmax_rnn.training.stopping import RunStopped
 from tiny import tiny
 
 
@@ -112,6 +117,82 @@ def test_a_stop_leaves_no_run_behind(
         run_all(runs, tmp_path / "runs", parallel=2, console=console)
     assert len(launched) == 2  # the queued one was never started
     assert [process.returncode for process in processes] == [-signal.SIGTERM] * 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_passed_on_to_the_runs(
+    texts: Path,
+    tmp_path: Path,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+) -> None:
+    launched, processes = sleepers(monkeypatch, 600), []
+    start = LocalLauncher.start
+
+    def remember(*arguments: Any) -> Any:
+        processes.append(start(*arguments))
+        return processes[-1]
+
+    monkeypatch.setattr(LocalLauncher, "start", remember)
+    monkeypatch.setattr(compare_module.time, "sleep", lambda _: signal.raise_signal(number))
+    runs = compare_configs(["softmax", "norm", "gate"], [0], tiny(texts), tmp_path / "runs")
+    told = f"Stopped by {number.name} with 3 of 3 runs unfinished"
+    with pytest.raises(RunStopped, match=told):
+        run_all(runs, tmp_path / "runs", parallel=2, console=console)
+    assert len(launched) == 2
+    assert [process.returncode for process in processes] == [-signal.SIGTERM] * 2
+
+
+def test_how_runs_end_is_told(
+    texts: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was stopped can go on; one that was killed, or failed, is an error."""
+    ends = {
+        "norm": "sys.exit(75)",
+        "gate": "os.kill(os.getpid(), 9)",
+        "detached": "sys.exit(1)",
+    }
+
+    def start(self: object, run: PlannedRun, root: Path, gpu: str | None) -> Any:
+        end = ends[run.name.partition("-")[0]]
+        return subprocess.Popen([sys.executable, "-c", f"import os, sys; {end}"])
+
+    monkeypatch.setattr(LocalLauncher, "start", start)
+    monkeypatch.setattr(compare_module, "_POLL_SECONDS", 0.01)
+    runs = compare_configs(list(ends), [0], tiny(texts), tmp_path)
+    told = "(?s)2 of 3 .*gate-seed0: killed by SIGKILL.*detached-seed0: exit code 1"
+    with pytest.raises(RunsFailedError, match=told):
+        run_all(runs, tmp_path, console=console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "norm-seed0      stopped" in shown
+    with pytest.raises(RunStopped, match="^Stopped with 1 of 1 runs unfinished"):
+        run_all(runs[:1], tmp_path, console=console)
+
+
+def test_a_comparison_goes_on_after_a_signal(texts: Path, tmp_path: Path) -> None:
+    """SIGTERM to the command saves its runs; given again, it ends as if there had been none."""
+    config = tiny(texts, steps=200, log_every=1, evaluate_every=200, save_every=200)
+    fields = config.to_dict()
+    del fields["attention"], fields["seed"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(fields))
+    run = RunFolder(tmp_path / "out" / "softmax-seed0")
+    words = ["compare", "softmax", "--config", str(tmp_path / "config.yaml")]
+    process = start([*words, "--out", str(tmp_path / "out")], tmp_path / "log")
+    while process.is_alive() and (run.metrics.empty or run.metrics.step.max() < 5):
+        time.sleep(0.01)
+    process.terminate()
+    process.join(60)
+    told = (tmp_path / "log").read_text()
+    assert process.exitcode == 75, told
+    assert "Stopped by SIGTERM with 1 of 1 runs unfinished; the same command goes on" in told
+    (saved,) = run.checkpoints
+    assert int(saved.name.partition("-")[2]) == run.metrics.step.max() < 200
+    assert "Stopped by SIGTERM after step" in (tmp_path / "out/logs/softmax-seed0.log").read_text()
+    expected = train(config, tmp_path / "undisturbed")
+    again = train(config, run.path, resume=True)
+    assert again.metrics.loss.equals(expected.metrics.loss)
+    assert again.summary["test_loss"] == expected.summary["test_loss"]
 
 
 def test_a_free_gpu_takes_the_next_run(

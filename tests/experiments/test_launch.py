@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import submitit
 from rich.console import Console
@@ -12,6 +15,7 @@ from rich.console import Console
 import softmax_rnn.experiments.compare as compare_module
 from softmax_rnn.experiments import compare_configs, run_all
 from softmax_rnn.experiments.launch import ClusterLauncher, _Training, launcher
+from softmax_rnn.training.folder import RunFolder
 from tiny import tiny
 
 
@@ -37,6 +41,25 @@ def test_a_job_that_is_stopped_early_is_queued_again(texts: Path, tmp_path: Path
     work = _Training(tiny(texts, steps=4), tmp_path / "run")
     again = work.checkpoint()
     assert again.function is work  # which resumes: the folder says where
+
+
+def test_a_job_that_is_preempted_saves_and_goes_on_by_itself(texts: Path, tmp_path: Path) -> None:
+    """The signal that submitit has Slurm send: after it there is a checkpoint of that very step."""
+    config = tiny(texts, steps=200, log_every=1, evaluate_every=200, save_every=200)
+    executor = submitit.LocalExecutor(tmp_path / "jobs")
+    executor.update_parameters(timeout_min=2)
+    folder = RunFolder(tmp_path / "run")
+    job = executor.submit(_Training(config, folder.path))
+    while folder.metrics.empty or folder.metrics.step.max() < 5:
+        assert not job.done(), job.stderr()
+        time.sleep(0.01)
+    (task,) = psutil.Process(int(job.job_id)).children()
+    task.send_signal(signal.SIGUSR2)
+    assert job.result() == str(folder.path)
+    assert folder.finished
+    (session,) = folder.environment["sessions"]
+    assert 5 <= int(session["start"].partition("-")[2]) < 200
+    assert list(folder.metrics.step) == list(range(1, 201))
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from made_up import made_up
 from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.report import find_runs, report
 from softmax_rnn.report.curves import curves
+from softmax_rnn.report.html import Place, page
 from softmax_rnn.report.style import style
 from softmax_rnn.report.table import cells, results
 from softmax_rnn.training.folder import RunFolder
@@ -96,6 +99,28 @@ def test_training_curves_are_means_over_full_windows(tmp_path: Path) -> None:
     assert curve.mean.tolist() == list(range(3, 82, 3))
 
 
+def test_seeds_may_have_tokens_of_their_own(tmp_path: Path) -> None:
+    """As they have where documents of any length are drawn."""
+    runs = [made_up(tmp_path, "softmax", seed, 1.5) for seed in (0, 1)]
+    for path in (runs[1].metrics_file, runs[1].evaluations_file):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [json.dumps({**row, "tokens": row["tokens"] - 100}) + "\n" for row in rows]
+        path.write_text("".join(lines))
+    report(runs, tmp_path)
+    for split, last in (("test", 200 * 2048 - 50), ("train", 200 * 2048 - 50)):
+        (curve,) = curves(runs, split)
+        assert curve.tokens[-1] == last
+        assert np.isfinite(curve.mean).all()
+
+
+def test_runs_with_other_rows_are_refused(tmp_path: Path) -> None:
+    runs = [made_up(tmp_path, "softmax", seed, 1.5) for seed in (0, 1)]
+    lines = runs[1].metrics_file.read_text().splitlines(keepends=True)
+    runs[1].metrics_file.write_text("".join(lines[:-1]))
+    with pytest.raises(ValueError, match=r"rows of metrics.jsonl: 20 there, 19 here"):
+        results(runs)
+
+
 def test_files(runs: list[RunFolder], tmp_path: Path) -> None:
     assert len(find_runs(tmp_path)) == 6
     _, paths = report(runs, tmp_path)
@@ -118,11 +143,46 @@ def test_files(runs: list[RunFolder], tmp_path: Path) -> None:
 def test_the_page_is_whole_and_escaped(tmp_path: Path) -> None:
     evil = made_up(tmp_path, "softmax", 0, 1.5, corpus="</pre><script>alert(1)</script>")
     report([evil], tmp_path)
-    page = (tmp_path / "report.html").read_text()
-    assert "<script>alert" not in page
-    assert "&lt;script&gt;alert" in page
-    assert "&lt;b&gt;3" in page
-    assert not re.search(r"""<(script|link|img)[^>]+(src|href)=["']?http""", page)
+    text = (tmp_path / "report.html").read_text()
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert" in text
+    assert "&lt;b&gt;3" in text
+    assert not re.search(r"""<(script|link|img)[^>]+(src|href)=["']?http""", text)
+
+
+EVIL = "</pre></script><script>alert(1)</script>\"' onclick='alert(2)' <img src=x onerror=alert(3)>"
+
+
+class Elements(HTMLParser):
+    """The elements of a page with the names of their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: Counter[tuple[str, ...]] = Counter()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found[tag, *(name for name, _ in attributes)] += 1
+
+
+def test_no_words_become_elements(tmp_path: Path) -> None:
+    """Whatever words stand in runs, titles and claims, the page has the same elements."""
+    found = []
+    for word in ("word", EVIL):
+        root = tmp_path / str(len(found))
+        words = dict.fromkeys(("corpus", "text_column", "tokenizer"), word)
+        run = made_up(root, "softmax", 0, 1.5, **words)
+        run.path.rename(root / word.replace("/", "_"))
+        run = RunFolder(root / word.replace("/", "_"))
+        environment = json.loads(run.environment_file.read_text())
+        run.environment_file.write_text(json.dumps({**environment, word: {word: [word]}}))
+        claim = dict.fromkeys(("claim", "text", "verdict", "check", "where", "outcome"), word)
+        row = {**claim, "seeds": 1, "difference": 0.1, "low": None, "high": None, "spikes": None}
+        places = [Place(word, [run], results([run]))] * 2
+        found.append(Elements(page(places, root, word, [row])).found)
+    assert found[0] == found[1]
+    assert found[0]["script",] == 2  # plotly's, and the page's own
+    assert found[0]["script", "type"] == 2  # the numbers of each place
 
 
 def test_no_run_is_an_error(tmp_path: Path) -> None:

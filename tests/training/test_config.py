@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,15 @@ def test_clipping_is_the_papers_unless_given() -> None:
         ({"precision": "fp8"}, "Got value: fp8"),
         ({"packing": "rows"}, "Got value: rows"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        ({"max_tokens": 2**53}, "max_tokens must be below 2..53, not 9007199254740992"),
+        ({"attention": None}, "attention must be given, not null"),
+        ({"learning_rate": None}, "learning_rate must be given, not null"),
+        ({"learning_rate": math.nan}, "learning_rate must be a finite number > 0, not nan"),
+        ({"learning_rate": 10**400}, "too large"),
+        ({"gradient_clip": -1.0}, "gradient_clip must be a finite number >= 0, not -1.0"),
+        ({"beta2": 1.0}, r"beta2 must be a finite number in \[0, 1\), not 1.0"),
+        ({"test_fraction": 1.5}, "test_fraction must be a finite number between 0 and 1, not 1.5"),
+        ({"split_seed": -1}, "split_seed must lie in .*, not -1"),
     ],
 )
 def test_mistakes_are_named(fields: dict[str, object], message: str) -> None:
@@ -71,7 +81,15 @@ def test_mistakes_are_named(fields: dict[str, object], message: str) -> None:
 def test_files_that_are_no_configuration(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Unknown preset 'dmo'. Did you mean 'demo'"):
         RunConfig.preset("dmo")
-    for text in ("- a list", "steps: [1", "plain"):
+    for text, message in (
+        ("- a list", "a mapping of config keys"),
+        ("steps: [1", "is not YAML"),
+        ("plain", "a mapping of config keys"),
+        ("steps: 5\nsteps: 6\n", "a key stands twice"),
+        ("corpus: &a [b]\ntokenizer: *a\n", "an alias"),
+        ("seed: !!bool x", "is not YAML"),
+        ("stepz: 5", "Did you mean .steps"),
+    ):
         (tmp_path / "config.yaml").write_text(text)
-        with pytest.raises(ValueError, match=r"config\.yaml"):
+        with pytest.raises(ValueError, match=rf"config\.yaml(.|\n)*{message}"):
             RunConfig.load(tmp_path / "config.yaml")

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from softmax_rnn.data import DocumentRows, load_tokenizer, prepare
 from softmax_rnn.models import SoftmaxRNNForCausalLM, initialize
 from softmax_rnn.training import train
+from softmax_rnn.training.callbacks import MetricRows
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.run import model_config
-from softmax_rnn.training.trainer import _Rows
 from tiny import tiny
 
 
@@ -88,7 +88,7 @@ def test_documents_resumed_count_the_same_tokens(lengths: Path, tmp_path: Path) 
 
 def test_the_speed_after_a_resume_is_of_this_session(lengths: Path, tmp_path: Path) -> None:
     config = tiny(lengths, packing="documents")
-    rows = _Rows(config, RunFolder(tmp_path), lambda start, stop: 10 * (stop - start))
+    rows = MetricRows(config, RunFolder(tmp_path), lambda start, stop: 10 * (stop - start))
     rows.steps, rows.seconds = 2, 4.0  # two steps since the checkpoint of step 4
     state = SimpleNamespace(is_world_process_zero=True, global_step=6)
     logs = {"loss": 1.0, "learning_rate": 1.0, "grad_norm": 1.0}

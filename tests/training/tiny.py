@@ -1,12 +1,18 @@
-"""A run small enough for tests."""
+"""A run small enough for tests, and when two are the same."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from softmax_rnn.training import RunConfig
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
 
+from softmax_rnn.training import RunConfig
+from softmax_rnn.training.folder import RunFolder
+
+TIMED = "tokens_per_second"
 TINY: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -25,3 +31,20 @@ TINY: dict[str, Any] = {
 def tiny(texts: Path, **fields: Any) -> RunConfig:
     """A tiny run on a folder of texts."""
     return RunConfig(**{**TINY, "corpus": str(texts), **fields})
+
+
+def rows(folder: RunFolder) -> list[dict[str, Any]]:
+    """All logged rows without their timing."""
+    both = [*folder.metrics.to_dict("records"), *folder.evaluations.to_dict("records")]
+    return [{key: value for key, value in row.items() if key != TIMED} for row in both]
+
+
+def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder.checkpoints[-1]).state_dict()
+
+
+def assert_same_run(a: RunFolder, b: RunFolder) -> None:
+    assert rows(a) == rows(b)
+    assert np.array_equal(a.test_losses, b.test_losses)
+    for key, value in weights(a).items():
+        assert torch.equal(value, weights(b)[key]), key

@@ -19,16 +19,18 @@ import numpy as np
 import pandas as pd
 import torch
 from rich import box
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from softmax_rnn.analysis.terms import PERCENTILE, LayerTerms
 from softmax_rnn.data import TokenBlocks
 from softmax_rnn.files import write_json, write_text
 from softmax_rnn.generation import model_folder
 from softmax_rnn.layer import Attention
+from softmax_rnn.models.loading import load_model
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.folder import RunFolder
@@ -227,7 +229,7 @@ def analyze_checkpoint(
     run = next((run for run in map(RunFolder, (path, folder.parent)) if run.exists), None)
     if run is None and corpus is None:
         raise ValueError(f"{path} is no run's folder, so it names no corpus: name one.")
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = load_model(folder)
     if run is not None:
         config = run.config
     else:
@@ -239,7 +241,7 @@ def analyze_checkpoint(
     chosen = np.linspace(0, len(split) - 1, min(blocks, len(split))).round().astype(int)
     ids = torch.from_numpy(split[chosen].astype(np.int64))
     with Progress(transient=True) as bar:
-        task = bar.add_task(f"Measuring {folder}", total=1.0)
+        task = bar.add_task(escape(f"Measuring {folder}"), total=1.0)
         return analyze(
             model,
             ids,

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from softmax_rnn.data.corpus import CorpusError
 from softmax_rnn.data.draws import scattered, with_replacement
+from softmax_rnn.data.manifest import shard_name
 from softmax_rnn.data.prepared import PreparedCorpus, TokenStream
 
 _TABLE = 2**24  # with more blocks than this, their order is computed and not kept
@@ -55,12 +56,15 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
                 f"--block_size or a {other} --test_fraction."
             )
         self.blocks = BlockArray(tokens, block_size)
+        self.corpus, self.split = corpus, split
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = torch.from_numpy(self.blocks[index].astype(np.int64))
+        block = self.blocks[index]
+        _check_tokens(block, self.corpus, self.split)
+        ids = torch.from_numpy(block.astype(np.int64))
         return {"input_ids": ids, "labels": ids}
 
     def sampled(self, seed: int, length: int) -> ShuffledBlocks:
@@ -98,7 +102,7 @@ class DocumentRows(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, corpus: PreparedCorpus, split: str, block_size: int) -> None:
-        self.block_size = block_size
+        self.corpus, self.split, self.block_size = corpus, split, block_size
         self.padding = corpus.manifest["end_of_text"]
         self.shards = corpus.maps(split, ".bin", corpus.manifest["dtype"])
         self.starts = corpus.maps(split, ".idx", "int64")
@@ -114,10 +118,10 @@ class DocumentRows(Dataset[dict[str, Tensor]]):
         length = int(self.lengths(np.array([index]))[0])
         number = int(np.searchsorted(self.ends, index, side="right"))
         start = self.starts[number][index - self.ends[number]]  # counted from the end
+        tokens = self.shards[number][start : start + length]
+        _check_tokens(tokens, self.corpus, self.split)
         ids = torch.full((self.block_size,), self.padding)
-        ids[:length] = torch.from_numpy(
-            self.shards[number][start : start + length].astype(np.int64)
-        )
+        ids[:length] = torch.from_numpy(tokens.astype(np.int64))
         mask = torch.arange(self.block_size) < length
         labels = ids.masked_fill(~mask, IGNORED)
         return {"input_ids": ids, "labels": labels, "attention_mask": mask.long()}
@@ -130,7 +134,10 @@ class DocumentRows(Dataset[dict[str, Tensor]]):
             starts, mine = self.starts[number], numbers == number
             places = documents[mine] - self.ends[number] + len(starts)
             last = places + 1 == len(starts)
-            stops = np.where(last, len(self.shards[number]), starts[np.where(last, 0, places + 1)])
+            size = len(self.shards[number])
+            stops = np.where(last, size, starts[np.where(last, 0, places + 1)])
+            if (starts[places] < 0).any() or (stops < starts[places]).any() or (stops > size).any():
+                raise self.corpus.damaged(f"{shard_name(self.split, int(number))}.idx is no index")
             lengths[mine] = stops - starts[places]
         return np.minimum(lengths, self.block_size)
 
@@ -157,6 +164,12 @@ class SampledDocuments(Dataset[dict[str, Tensor]]):
     def tokens(self, start: int, stop: int) -> int:
         """Tokens of the positions from ``start`` to ``stop``, padding not counted."""
         return int(self.rows.lengths(self._documents(start, stop)).sum())
+
+
+def _check_tokens(tokens: NDArray[Any], corpus: PreparedCorpus, split: str) -> None:
+    rows, largest = corpus.manifest["vocab_size"], tokens.max(initial=0)
+    if largest >= rows:
+        raise corpus.damaged(f"a shard of its {split} split holds the id {largest} of {rows} ids")
 
 
 Rows = TokenBlocks | DocumentRows

@@ -7,12 +7,12 @@ import glob
 import io
 import json
 import sysconfig
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO
 
 import pyarrow.parquet
-import zstandard
 from fsspec.compression import compr
 from fsspec.utils import infer_compression
 
@@ -135,12 +135,14 @@ def _unpacked(path: Path) -> Iterator[tuple[TextIO, Callable[[], float]]]:
     packed, size = infer_compression(path.name), path.stat().st_size
     with path.open("rb") as raw:
         data: BinaryIO = raw
-        if packed == "zstd":  # files of several frames are usual: a read may cross their ends
-            data = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        if packed == "zstd":  # reads on after a frame, and tells one that is cut short
+            data = pyarrow.CompressedInputStream(raw, "zstd")
         elif packed:
+            if packed == "zip" and (files := len(zipfile.ZipFile(raw).namelist())) != 1:
+                raise CorpusError(f"{path} is an archive of {files} files, not of one: unpack it.")
             data = compr[packed](raw, mode="r")
         with io.TextIOWrapper(data, encoding="utf-8") as text:
-            yield text, lambda: raw.tell() / size
+            yield text, lambda: raw.tell() / max(size, 1)
 
 
 def _read_text(path: Path, _: str) -> Iterator[Passage]:
@@ -161,13 +163,13 @@ def _read_json_lines(path: Path, column: str) -> Iterator[Passage]:
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise CorpusError(f"{path}, line {number}: not JSON ({error}).") from error
             text = row.get(column) if isinstance(row, dict) else None
             if not isinstance(text, str):
                 found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
                 raise CorpusError(
-                    f"{path}, line {number}: no text under {column!r} (found: {found}); "
+                    f"{path}, line {number}: no text under {column!r} (found: {_short(found)}); "
                     "name its key with --text_column."
                 )
             try:
@@ -185,7 +187,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[Passage]:
         names = file.schema_arrow.names
         if column not in names:
             raise CorpusError(
-                f"{path} has no column {column!r} (found: {', '.join(names)}); "
+                f"{path} has no column {column!r} (found: {_short(', '.join(names))}); "
                 "name it with --text_column."
             )
         done = 0
@@ -193,8 +195,16 @@ def _read_parquet(path: Path, column: str) -> Iterator[Passage]:
             done += len(batch)
             for text in batch.column(0).to_pylist():
                 if not isinstance(text, str):
-                    raise CorpusError(f"{path}: column {column!r} holds {text!r}, not text.")
+                    raise CorpusError(
+                        f"{path}: column {column!r} holds {_short(repr(text))}, not text."
+                    )
                 yield Passage(text, True, done / file.metadata.num_rows)
+
+
+def _short(words: str) -> str:
+    """At most 200 characters on one line."""
+    words = " ".join(words.split())
+    return words if len(words) <= 200 else f"{words[:200]}..."
 
 
 _READERS: dict[str, _Reader] = {

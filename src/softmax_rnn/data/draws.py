@@ -34,7 +34,7 @@ def held_out(seed: int, fraction: float, documents: NDArray[np.int64]) -> NDArra
     One is drawn out of every ``1 / fraction`` that follow each other: the share is exact, and
     neither the number of documents nor any other document need be known.
     """
-    share = Fraction(repr(fraction)).limit_denominator(10**6)
+    share = Fraction(repr(fraction)).limit_denominator(10**6) or Fraction(1, 10**6)
     top, bottom = share.numerator, share.denominator
     group = documents * top // bottom
     first, end = -(-group * bottom // top), -(-(group + 1) * bottom // top)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,8 +17,9 @@ from numpy.typing import NDArray
 from softmax_rnn.data.corpus import CorpusError
 from softmax_rnn.data.draws import held_out
 from softmax_rnn.data.encoding import Encoded, Encoder, chunks, encode_all
+from softmax_rnn.data.manifest import SPLITS, split_hash
 from softmax_rnn.data.progress import Progress
-from softmax_rnn.data.shards import Journal
+from softmax_rnn.data.shards import Journal, read_sealed, write_sealed
 from softmax_rnn.data.source import Part, Source
 from softmax_rnn.files import write_json
 
@@ -65,10 +64,15 @@ class Preparation:
 
     def _fill(self, folder: Path) -> None:
         pinned_file = folder / "source.json"
-        known = json.loads(pinned_file.read_text("utf-8")) if pinned_file.exists() else {}
-        pinned = self.source.open(known)
-        write_json(pinned_file, pinned)
         self.journal = Journal(folder, self.encoder.dtype)
+        known = read_sealed(pinned_file) if pinned_file.exists() else {}
+        if known is None and self.journal.records:  # of which text, nobody knows
+            raise CorpusError(
+                f"{pinned_file} is damaged: delete the folder {folder}, to prepare the corpus "
+                f"{self.about['corpus']!r} from its start."
+            )
+        pinned = self.source.open(known or {})
+        write_sealed(pinned_file, pinned)
         self.before = self.journal.total_tokens
         splits = self.source.splits()
         try:
@@ -81,7 +85,12 @@ class Preparation:
                 self._draw_and_stream(splits["train"])
         finally:
             self.journal.discard()
-        counts = {split: self._counts(split) for split in ("train", "test")}
+        try:
+            counts = {split: self._counts(split) for split in SPLITS}
+        except CorpusError:
+            for path in folder.glob("stretch-*.json"):
+                path.unlink()  # nothing to go on from
+            raise
         write_json(
             folder / "manifest.json",
             {**self.about, **counts, "dtype": self.encoder.dtype, "source": pinned},
@@ -208,12 +217,10 @@ class Preparation:
         shards = self.journal.shards(split)
         if not shards:
             raise self._too_little(split)
-        hashes = [shard["sha256"] for shard in shards]
         return {
             self.unit: sum(shard["documents"] for shard in shards),
             "tokens": sum(shard["tokens"] for shard in shards),
-            # Of one shard the tokens' own hash; of several the hash of theirs.
-            "sha256": hashes[0] if len(hashes) == 1 else sha256("".join(hashes)),
+            "sha256": split_hash(shards),
             "shards": shards,
         }
 
@@ -243,8 +250,3 @@ def _from(source: Source, split: str, place: _Place) -> Iterator[Part]:
         number += 1
         if number > place.parts:
             yield part
-
-
-def sha256(text: str) -> str:
-    """The hash of a text, as hexadecimal digits."""
-    return hashlib.sha256(text.encode()).hexdigest()

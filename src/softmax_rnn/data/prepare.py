@@ -16,13 +16,17 @@ from transformers import PreTrainedTokenizerBase
 
 from softmax_rnn.data.corpus import CorpusError
 from softmax_rnn.data.encoding import Encoder, vocabulary
-from softmax_rnn.data.preparation import Preparation, sha256
-from softmax_rnn.data.prepared import FORMAT, PreparedCorpus
+from softmax_rnn.data.manifest import FORMAT, sha256
+from softmax_rnn.data.preparation import Preparation
+from softmax_rnn.data.prepared import PreparedCorpus
 from softmax_rnn.data.progress import Progress
 from softmax_rnn.data.source import find_source, is_prepared
 
 SHARD_TOKENS = 2**27
-_COMPARED = ("tokenizer", "end_of_text", "text_column", "test_fraction", "split_seed", "max_tokens")
+_COMPARED = (
+    *("tokenizer", "vocab_size", "dtype", "end_of_text"),
+    *("text_column", "test_fraction", "split_seed", "max_tokens"),
+)
 
 
 def default_cache() -> Path:
@@ -81,6 +85,10 @@ def prepare(
     ):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}.")
+        if value is not None and value >= 2**53:
+            raise ValueError(f"{name} must be below 2**53, not {value}.")
+    if not 0 <= split_seed < 2**32:
+        raise ValueError(f"split_seed must lie in [0, 2**32), not {split_seed!r}.")
     encoder = Encoder.of(tokenizer)
     settings = {
         "corpus": corpus,
@@ -92,8 +100,9 @@ def prepare(
         "tokenizer": sha256(encoder.definition),
         "end_of_text": encoder.end,
     }
+    made = {**settings, "vocab_size": vocabulary(tokenizer), "dtype": encoder.dtype}
     if is_prepared(corpus):
-        return _with_settings(PreparedCorpus.open(Path(corpus)), settings)
+        return _with_settings(PreparedCorpus.open(Path(corpus)), made)
     source = find_source(corpus, text_column)
     key = sha256(json.dumps([FORMAT, settings, source.identity]))[:16]
     folder = (cache or default_cache()) / f"corpus-{key}"
@@ -108,7 +117,7 @@ def prepare(
         with _making(folder) as parts:
             if parts is not None:
                 work.run(parts)
-    return PreparedCorpus.open(folder)
+    return _with_settings(PreparedCorpus.open(folder), made)
 
 
 def _with_settings(corpus: PreparedCorpus, settings: dict[str, Any]) -> PreparedCorpus:

@@ -8,8 +8,8 @@ test-00000.bin     the same of the test split
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softmax_rnn.data.corpus import CorpusError
+from softmax_rnn.data.manifest import SPLITS, read_manifest
 
-FORMAT = 2  # raise it when the files change
 _READ = 2**24  # bytes hashed at once
 
 
@@ -71,25 +71,18 @@ class PreparedCorpus:
         """A prepared corpus, with a look at the sizes of its files.
 
         Raises:
-            CorpusError: if a file is missing or has another size than the manifest says, or the
-                folder was written in another format.
+            CorpusError: if the manifest says what cannot be, if a file is missing, lies elsewhere
+                or has another size than the manifest says, or if the folder was written in another
+                format.
         """
-        try:
-            manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-            found = manifest.get("format")
-        except (OSError, ValueError, AttributeError) as error:
-            raise CorpusError(f"{folder} holds no prepared corpus: {error}.") from error
-        if found != FORMAT:
-            raise CorpusError(
-                f"{folder} was prepared in format {found!r}, and this version reads {FORMAT}: "
-                "prepare the corpus again."
-            )
-        corpus = cls(folder, manifest)
+        corpus = cls(folder, read_manifest(folder))
         for path, size, _ in corpus._files():
-            actual = path.stat().st_size if path.exists() else None
+            actual = path.stat().st_size if path.is_file() else None
             if actual != size:
                 what = "is missing" if actual is None else f"has {actual} bytes, not {size}"
-                raise corpus._damaged([f"{path.name} {what}"])
+                raise corpus.damaged(f"{path.name} {what}")
+            if path.resolve().parent != folder.resolve():
+                raise corpus.damaged(f"{path.name} is a link to {path.resolve()}")
         return corpus
 
     def tokens(self, split: str) -> TokenStream:
@@ -112,11 +105,37 @@ class PreparedCorpus:
         Raises:
             CorpusError: naming every shard that is damaged or missing, and how to mend it.
         """
-        files = list(self._files())
+        self._check_hashes(list(self._files()), progress)
+
+    def check_unchanged(self) -> None:
+        """Hash the files that were changed, or copied, after the manifest, and compare.
+
+        Nothing is read of a corpus that lies as it was prepared; what was looked at once and found
+        well is not read again.
+
+        Raises:
+            CorpusError: as :meth:`verify`.
+        """
+        manifest = self.folder / "manifest.json"
+        try:
+            checked = manifest.stat().st_ctime_ns
+            later = [f for f in self._files() if f[0].stat().st_ctime_ns > checked]
+        except FileNotFoundError as error:
+            raise self.damaged(f"{Path(error.filename).name} is missing") from error
+        self._check_hashes(later)
+        if later:
+            with contextlib.suppress(OSError):  # somebody else's folder: then again next time
+                manifest.touch()
+
+    def _check_hashes(
+        self,
+        files: list[tuple[Path, int, str]],
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> None:
         total, done, bad = sum(size for _, size, _ in files), 0, []
         for path, _, expected in files:
             digest = hashlib.sha256()
-            if not path.exists():
+            if not path.is_file():
                 bad.append(f"{path.name} is missing")
                 continue
             with path.open("rb") as file:
@@ -127,18 +146,19 @@ class PreparedCorpus:
             if digest.hexdigest() != expected:
                 bad.append(f"{path.name} has sha256 {digest.hexdigest()[:16]}, not {expected[:16]}")
         if bad:
-            raise self._damaged(bad)
+            raise self.damaged(*bad)
 
     def _files(self) -> Iterator[tuple[Path, int, str]]:
         """Every file with its size in bytes and its hash."""
         width = np.dtype(self.manifest["dtype"]).itemsize
-        for split in ("train", "test"):
+        for split in SPLITS:
             for shard in self.manifest[split]["shards"]:
                 path = self.folder / shard["name"]
                 yield path.with_suffix(".bin"), shard["tokens"] * width, shard["sha256"]
                 yield path.with_suffix(".idx"), shard["documents"] * 8, shard["index_sha256"]
 
-    def _damaged(self, what: list[str]) -> CorpusError:
+    def damaged(self, *what: str) -> CorpusError:
+        """The error for shards that are not what they were, with what to do."""
         return CorpusError(
             f"The prepared corpus {self.folder} is damaged: {'; '.join(what)}. Copy those files "
             f"from where they are whole, or delete the folder and prepare the corpus "

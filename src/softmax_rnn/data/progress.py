@@ -29,7 +29,7 @@ class Progress:
 def progress_bar(label: str) -> Iterator[Callable[[Progress], None]]:
     """A bar with tokens, speed and time left; what it gives is a ``progress`` of ``prepare``."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),  # a file's name may hold brackets
         BarColumn(),
         TextColumn("{task.percentage:>3.0f}%  {task.fields[speed]}"),
         TimeElapsedColumn(),

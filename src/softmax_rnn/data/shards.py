@@ -12,9 +12,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from softmax_rnn.data.manifest import SPLITS, sha256, shard_name
 from softmax_rnn.files import write_json
-
-_SPLITS = ("train", "test")
 
 
 class _Shard:
@@ -61,6 +60,21 @@ class _Shard:
             self._aside(ending).unlink(missing_ok=True)
 
 
+def write_sealed(path: Path, data: dict[str, Any]) -> None:
+    """Write plain data with its hash."""
+    write_json(path, {**data, "seal": sha256(json.dumps(data))})
+
+
+def read_sealed(path: Path) -> dict[str, Any] | None:
+    """What :func:`write_sealed` has written; ``None`` if it is not that any more."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        seal = data.pop("seal")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    return data if seal == sha256(json.dumps(data)) else None
+
+
 class Journal:
     """The stretches of a source that are done, each with the shards made of it.
 
@@ -74,8 +88,8 @@ class Journal:
         self.width = np.dtype(dtype).itemsize
         self.records: list[dict[str, Any]] = []
         while (path := self._path(len(self.records))).exists():
-            record = json.loads(path.read_text(encoding="utf-8"))
-            if not all(
+            record = read_sealed(path)
+            if record is None or not all(
                 self._whole(shard) for found in record["shards"].values() for shard in found
             ):
                 break  # made again from here on
@@ -99,7 +113,7 @@ class Journal:
     @property
     def total_tokens(self) -> int:
         """Tokens of all finished shards."""
-        return sum(shard["tokens"] for split in _SPLITS for shard in self.shards(split))
+        return sum(shard["tokens"] for split in SPLITS for shard in self.shards(split))
 
     def shards(self, split: str) -> list[dict[str, Any]]:
         """The finished shards of a split."""
@@ -114,12 +128,12 @@ class Journal:
             test: [passages] whether it belongs to the test split.
         """
         belongs = np.repeat(test, lengths)
-        for split, chosen in zip(_SPLITS, (~test, test), strict=True):
+        for split, chosen in zip(SPLITS, (~test, test), strict=True):
             if not chosen.any():
                 continue
             if split not in self._open:
                 number = len(self.shards(split))
-                self._open[split] = _Shard(self.folder, f"{split}-{number:05}")
+                self._open[split] = _Shard(self.folder, shard_name(split, number))
             mine = ids if chosen.all() else ids[belongs == (split == "test")]
             self._open[split].add(mine, lengths[chosen])
 
@@ -128,7 +142,7 @@ class Journal:
         shards = {split: [shard.finish()] for split, shard in self._open.items()}
         self._open.clear()
         record = {"shards": shards, **where}
-        write_json(self._path(len(self.records)), record)
+        write_sealed(self._path(len(self.records)), record)
         self.records.append(record)
 
     def discard(self) -> None:

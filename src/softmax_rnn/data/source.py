@@ -211,7 +211,9 @@ def is_prepared(corpus: str) -> bool:
     manifest = Path(corpus) / "manifest.json"
     if not corpus or not manifest.is_file():
         return False
+    if manifest.with_name("train-00000.idx").is_file():
+        return True  # whatever has become of the manifest
     try:
         return "end_of_text" in json.loads(manifest.read_text(encoding="utf-8"))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return False  # a file of that name among somebody's texts

@@ -32,8 +32,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if name == "bytes":
         return byte_tokenizer()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # transformers lets those of its parsers through
         raise ValueError(
             f"Cannot load the tokenizer {name!r}: give 'bytes', a local folder or a name on the "
             f"Hugging Face Hub. ({error})"

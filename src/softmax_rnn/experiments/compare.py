@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -22,15 +23,18 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from softmax_rnn.errors import ExitCode
 from softmax_rnn.experiments.launch import Job, Launcher, launcher
 from softmax_rnn.experiments.run import PlannedRun, log_file
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.run import load_blocks
+from softmax_rnn.training.stopping import RunStopped, StopRequest
 from softmax_rnn.variants import resolve
 
 _POLL_SECONDS = 0.5
+_STOPPED = ExitCode.STOPPED
 
 
 class RunsFailedError(RuntimeError):
@@ -69,9 +73,12 @@ def run_all(
     parallel: int | None = None,
     cluster: str = "local",
     cluster_options: Mapping[str, Any] | None = None,
+    stop_after: float | None = None,
     console: Console,
 ) -> None:
     """Run what is not finished, several at a time, each with its share of the cores or a GPU.
+
+    The signals that stop a run stop all of them here; see :func:`softmax_rnn.training.train`.
 
     Args:
         runs: what to run; every folder may be new, unfinished (it goes on) or finished.
@@ -79,15 +86,39 @@ def run_all(
         parallel: runs at a time; unless given, one a GPU, or one a core; on a cluster, all.
         cluster: ``local``, or ``slurm``: a job a run, through submitit.
         cluster_options: of submitit's executor, such as ``slurm_partition`` and ``timeout_min``.
+        stop_after: seconds after which to stop as by a signal.
         console: where progress is shown.
 
     Raises:
         ValueError: for a corpus that will not do, or a folder that holds a run with another
             configuration or corpus.
         RunsFailedError: if a run failed; the others were finished first.
+        RunStopped: if a signal or the time stopped the runs; they can go on.
     """
     waiting = [run for run in runs if not run.folder.finished]
     launch = launcher(cluster, root, max(1, len(waiting)), parallel, cluster_options or {})
+    with StopRequest(stop_after) as stop:
+        _check(runs)
+        if not waiting:
+            return
+        console.print(f"{len(waiting)} runs, {len(launch.slots)} at a time, {launch}, in {root}")
+        stop.defer()
+        with _progress(console) as progress:
+            codes = _work(waiting, root, launch, stop, progress)
+    unfinished = [run for run in waiting if not run.folder.finished]
+    failed = [run for run in unfinished if codes.get(run.folder.path) not in (None, _STOPPED)]
+    if failed and not stop.code:
+        ends = "\n".join(
+            f"--- {run.label(root)}: {_ended(codes[run.folder.path])}\n{_tail(log_file(run, root))}"
+            for run in failed
+        )
+        raise RunsFailedError(f"{len(failed)} of {len(waiting)} runs did not finish.\n{ends}")
+    if unfinished:
+        raise RunStopped(stop.code, f"with {len(unfinished)} of {len(waiting)} runs unfinished")
+
+
+def _check(runs: Sequence[PlannedRun]) -> None:
+    """Every corpus, and that every folder holds the run that is meant."""
     manifests: dict[RunConfig, dict[str, Any]] = {}
     for run in runs:
         conditions = replace(run.config, attention="softmax", seed=0)
@@ -97,21 +128,17 @@ def run_all(
             manifests[conditions] = load_blocks(conditions)[0].manifest
         if run.folder.exists:
             run.folder.check_same_corpus(manifests[conditions])
-    if not waiting:
-        return
-    console.print(f"{len(waiting)} runs, {len(launch.slots)} at a time, {launch}, in {root}")
-    with _progress(console) as progress:
-        _work(waiting, root, launch, progress)
-    failed = [run for run in waiting if not run.folder.finished]
-    if failed:
-        logs = "\n".join(f"--- {run.label(root)}\n{_tail(log_file(run, root))}" for run in failed)
-        raise RunsFailedError(f"{len(failed)} of {len(waiting)} runs did not finish.\n{logs}")
 
 
-def _work(runs: Sequence[PlannedRun], root: Path, launch: Launcher, progress: Progress) -> None:
-    """Keep every slot busy until all runs are done.
+def _work(
+    runs: Sequence[PlannedRun], root: Path, launch: Launcher, stop: StopRequest, progress: Progress
+) -> dict[Path, int]:
+    """Keep every slot busy until all runs are done, or somebody asks to stop.
 
     However it ends, no run is left running: one that is stopped leaves a folder to go on with.
+
+    Returns:
+        The exit codes of the runs that ended by themselves, by their folders.
     """
     width = max(len(run.label(root)) for run in runs)
     bars: dict[Path, TaskID] = {
@@ -122,8 +149,9 @@ def _work(runs: Sequence[PlannedRun], root: Path, launch: Launcher, progress: Pr
     }
     waiting, slots = deque(runs), list(launch.slots)
     running: list[tuple[PlannedRun, str | None, Job]] = []
+    codes: dict[Path, int] = {}
     try:
-        while waiting or running:
+        while (waiting or running) and not stop.code:
             while waiting and slots:
                 run, slot = waiting.popleft(), slots.pop(0)
                 running.append((run, slot, launch.start(run, root, slot)))
@@ -131,21 +159,23 @@ def _work(runs: Sequence[PlannedRun], root: Path, launch: Launcher, progress: Pr
             time.sleep(_POLL_SECONDS)
             for job in list(running):
                 run, slot, started = job
-                bar, done = bars[run.folder.path], started.poll() is not None
+                bar, code = bars[run.folder.path], started.poll()
                 row = _last_row(run.folder.metrics_file)
                 news = f"loss {row['loss']:.3f}" if row else "starting"
                 progress.update(bar, completed=row["step"] if row else 0, news=news)
-                if done:
+                if code is not None:
+                    codes[run.folder.path] = code
                     running.remove(job)
                     slots.append(slot)
                     progress.stop_task(bar)
-                    progress.update(bar, news=_outcome(run))
-                    progress.console.print(f"{run.label(root).ljust(width)}  {_outcome(run)}")
+                    progress.update(bar, news=_outcome(run, code))
+                    progress.console.print(f"{run.label(root).ljust(width)}  {_outcome(run, code)}")
     finally:
         for _, _, started in running:
             started.terminate()
         for _, _, started in running:
             started.wait()
+    return codes
 
 
 def _progress(console: Console) -> Progress:
@@ -160,11 +190,15 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _outcome(run: PlannedRun) -> str:
+def _outcome(run: PlannedRun, code: int) -> str:
     if not run.folder.finished:
-        return "failed"
+        return f"failed ({_ended(code)})" if code != _STOPPED else "stopped"
     summary = run.folder.summary
     return f"test loss {summary['test_loss']:.4f} in {summary['seconds']:.0f} s"
+
+
+def _ended(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _last_row(path: Path) -> dict[str, float] | None:

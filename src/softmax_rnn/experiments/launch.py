@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,10 +14,11 @@ from typing import Any, Protocol
 
 import torch
 
-from softmax_rnn.errors import unknown
+from softmax_rnn.errors import ExitCode, unknown
 from softmax_rnn.experiments.run import PlannedRun, config_file, log_file
 from softmax_rnn.training import train
 from softmax_rnn.training.config import RunConfig
+from softmax_rnn.training.stopping import RunStopped
 
 CLUSTERS = ("local", "slurm")
 # glibc would give every large block back after use, and fault its pages in again at the next.
@@ -79,6 +81,7 @@ class LocalLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C reaches it once, from us
             )
 
 
@@ -142,9 +145,16 @@ class _Training:
     def __call__(self) -> str:
         import submitit
 
-        if submitit.JobEnvironment().num_tasks > 1:
+        job = submitit.JobEnvironment()
+        if job.num_tasks > 1:
             submitit.helpers.TorchDistributedEnvironment().export()
-        return str(train(self.config, self.path, resume=True).path)
+        try:
+            train(self.config, self.path, resume=True)
+        except RunStopped as stopped:
+            if stopped.code != job._usr_sig():
+                raise SystemExit(ExitCode.STOPPED) from stopped
+            signal.raise_signal(stopped.code)  # to submitit, now that the run is saved: it requeues
+        return str(self.path)
 
     def checkpoint(self) -> Any:
         """Queue the same again: it goes on from its newest checkpoint."""

@@ -94,8 +94,15 @@ class Scale:
     corpora: Mapping[str, Corpus]
     seeds: tuple[int, ...] = (0,)
 
-    def config(self, panel: Panel, variant: str, seed: int, **fields: Any) -> RunConfig:
-        """The run of a panel's variant."""
+    def config(self, panel: Panel, variant: str, seed: int, fields: Mapping[str, Any]) -> RunConfig:
+        """The run of a panel's variant; ``fields`` win over the scale's.
+
+        Raises:
+            ValueError: for a field that is unknown, or that the figure sets itself.
+        """
+        for name, instead in (("attention", "--variants"), ("seed", "--seeds")):
+            if name in fields:
+                raise ValueError(f"{name} is what the figure sets: use {instead}.")
         return RunConfig.from_dict(
             {
                 **self.base,
@@ -114,7 +121,11 @@ class Scale:
 
 
 def planned(
-    experiment: Experiment, scale: Scale, root: Path, seeds: tuple[int, ...], **fields: Any
+    experiment: Experiment,
+    scale: Scale,
+    root: Path,
+    seeds: tuple[int, ...],
+    fields: Mapping[str, Any] | None = None,
 ) -> list[PlannedRun]:
     """Every run of an experiment, each once, seed after seed."""
     runs = {}
@@ -122,7 +133,7 @@ def planned(
         for panel in experiment.panels:
             for variant in panel.variants:
                 folder = scale.folder(root, panel, variant, seed)
-                config = scale.config(panel, variant, seed, **fields)
+                config = scale.config(panel, variant, seed, fields or {})
                 runs[folder.path] = PlannedRun(config, folder)
     return list(runs.values())
 

@@ -19,10 +19,11 @@ from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.experiments.plan import Experiment, Scale, by_name, planned
 from softmax_rnn.experiments.scales import SCALES
 from softmax_rnn.files import write_text
+from softmax_rnn.report.check import check_run
 from softmax_rnn.report.grid import Column, draw_curves, draw_orders
 from softmax_rnn.report.html import Place, page
 from softmax_rnn.report.report import report
-from softmax_rnn.report.table import by_variant
+from softmax_rnn.report.table import by_variant, require_comparable
 from softmax_rnn.training.folder import RunFolder
 
 
@@ -37,6 +38,7 @@ def reproduce(
     cluster: str = "local",
     cluster_options: Mapping[str, Any] | None = None,
     fields: Mapping[str, Any] | None = None,
+    stop_after: float | None = None,
     console: Console,
 ) -> list[Path]:
     """Run what is missing of a figure, draw it, and report on every panel and on the whole.
@@ -51,6 +53,7 @@ def reproduce(
         cluster: ``local`` or ``slurm``; see ``run_all``.
         cluster_options: of the cluster.
         fields: settings of every run that win over the scale's.
+        stop_after: seconds after which to stop as by a signal.
         console: where progress is shown.
 
     Returns:
@@ -58,13 +61,14 @@ def reproduce(
     """
     experiment, at = _figure(figure, variants), by_name("scale", scale, SCALES)
     chosen = tuple(at.seeds if seeds is None else seeds)
-    runs = planned(experiment, at, root, chosen, **(fields or {}))
+    runs = planned(experiment, at, root, chosen, fields)
     run_all(
         runs,
         root / at.name,
         parallel=parallel,
         cluster=cluster,
         cluster_options=cluster_options,
+        stop_after=stop_after,
         console=console,
     )
     paths = draw(experiment, at, root, chosen)
@@ -119,7 +123,7 @@ def plan_table(
     """Every run of a figure with what it costs, and whether it is finished; nothing is run."""
     experiment, at = _figure(figure, variants), by_name("scale", scale, SCALES)
     rows = []
-    for run in planned(experiment, at, root, tuple(seeds or at.seeds), **(fields or {})):
+    for run in planned(experiment, at, root, tuple(seeds or at.seeds), fields):
         estimate = cost(run.config, gpu)
         rows.append(
             {
@@ -179,14 +183,21 @@ def rich_plan(plan: pd.DataFrame, gpu: str) -> Table:
 
 
 def finished_runs(scale: str, root: Path) -> dict[tuple[str, str], dict[str, dict[int, RunFolder]]]:
-    """The finished runs of a scale by (condition, corpus label), variant and seed."""
+    """The finished runs of a scale by (condition, corpus label), variant and seed.
+
+    Raises:
+        ValueError: for a run with a damaged file, or runs that differ in more than they may.
+    """
     at = by_name("scale", scale, SCALES)
     found: dict[tuple[str, str], dict[str, dict[int, RunFolder]]] = defaultdict(dict)
     for summary in sorted((root / at.name).glob("*/*/summary.json")):
         folder = RunFolder(summary.parent)
+        check_run(folder)
         condition, _, corpus = summary.parts[-3].partition("-")
         name = str(folder.config.attention)
         found[condition, corpus].setdefault(name, {})[folder.config.seed] = folder
+    for variants in found.values():
+        require_comparable([run for seeds in variants.values() for run in seeds.values()])
     return dict(found)
 
 

@@ -31,9 +31,9 @@ def curves(runs: Sequence[RunFolder], split: str) -> list[Curve]:
     """One curve a variant: ``test`` (every evaluation) or ``train`` (means over windows)."""
     drawn = []
     for variant, seeds in by_variant(runs).items():
-        losses = pd.concat([_losses(run, split) for run in seeds.values()], axis=1)
-        tokens = losses.index.to_numpy(dtype=float)
-        drawn.append(Curve(variant, tokens, *seed_interval(losses.to_numpy().T)))
+        rows = [_rows(run, split) for run in seeds.values()]
+        tokens = np.mean([row.tokens for row in rows], axis=0)  # of documents each seed has its own
+        drawn.append(Curve(variant, tokens, *seed_interval(np.stack([row.loss for row in rows]))))
     return drawn
 
 
@@ -46,11 +46,12 @@ def seed_interval(losses: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...
     return mean, mean - half, mean + half
 
 
-def _losses(run: RunFolder, split: str) -> pd.Series[float]:
+def _rows(run: RunFolder, split: str) -> pd.DataFrame:
+    """Tokens and loss of every point of a run's curve."""
     if split == "test":
-        return run.evaluations.set_index("tokens").test_loss
+        return run.evaluations.rename(columns={"test_loss": "loss"})
     rows = run.metrics
     size = max(1, -(-len(rows) // _SMOOTHED_TO))
     rows = rows.iloc[len(rows) % size :]  # a short window at the end would make the curves jump
     window = np.arange(len(rows)) // size
-    return rows.groupby(window).agg({"tokens": "last", "loss": "mean"}).set_index("tokens").loss
+    return rows.groupby(window).agg({"tokens": "last", "loss": "mean"})

@@ -131,7 +131,7 @@ def _train_levels(runs: Sequence[RunFolder]) -> list[tuple[int, list[Curve]]]:
 def _windows(variant: str, seeds: Sequence[pd.DataFrame], size: int) -> Curve:
     """Means over windows of ``size`` rows, then over seeds; a short window at the start is cut."""
     start = len(seeds[0]) % size
-    tokens = seeds[0].tokens.to_numpy(dtype=float)[start + size - 1 :: size]
+    tokens = np.mean([metrics.tokens for metrics in seeds], axis=0)[start + size - 1 :: size]
     losses = np.stack([metrics.loss.to_numpy(dtype=float)[start:] for metrics in seeds])
     windows = losses.reshape(len(seeds), -1, size).mean(axis=2)
     return Curve(variant, tokens, *seed_interval(windows))

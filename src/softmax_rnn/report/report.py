@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from softmax_rnn.files import write_text
+from softmax_rnn.report.check import check_run
 from softmax_rnn.report.figure import draw
 from softmax_rnn.report.html import Place, page
 from softmax_rnn.report.table import results
@@ -19,13 +20,15 @@ def find_runs(root: Path) -> list[RunFolder]:
     """The finished runs in and below ``root``, by path.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none, or one has a damaged file, which is named.
     """
     if not root.is_dir():
         raise ValueError(f"There is no folder {root}.")
     runs = [RunFolder(path.parent) for path in sorted(root.rglob("summary.json"))]
     if not runs:
         raise ValueError(f"No finished run in {root}.")
+    for run in runs:
+        check_run(run)
     return runs
 
 

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 from scipy import stats
 
@@ -52,17 +51,3 @@ def paired_difference(
     freedom = variance**2 / sum(part**2 / free for part, free in parts)
     half = float(stats.t.ppf((1 + confidence) / 2, freedom)) * math.sqrt(variance)
     return Difference(mean, mean - half, mean + half)
-
-
-def loss_spikes(losses: pd.Series[float], window: int = 15, least: float = 0.2) -> int:
-    """Times that a training loss leaps above its recent past.
-
-    A row starts a spike if it exceeds the median of the ``window`` rows before it by five of their
-    median absolute deviations (as standard deviations) and by ``least`` nats, and the row before it
-    does not.
-    """
-    before = losses.shift(1).rolling(window)
-    median = before.median()
-    spread = 1.4826 * before.apply(lambda rows: np.median(np.abs(rows - np.median(rows))), raw=True)
-    above = losses - median > np.maximum(5 * spread, least)
-    return int((above & ~above.shift(1, fill_value=False)).sum())

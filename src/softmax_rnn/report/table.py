@@ -16,7 +16,7 @@ from softmax_rnn.training.folder import RunFolder, differences
 from softmax_rnn.variants import variants
 
 REFERENCE = "softmax"
-# The text itself is compared by its hash, wherever it lies; the last three change no result.
+# The text itself is compared by its hash, wherever it lies; those after it change no result.
 _MAY_DIFFER = (
     "attention",
     "seed",
@@ -25,6 +25,8 @@ _MAY_DIFFER = (
     "save_every",
     "keep_checkpoints",
     "tensorboard",
+    "skip_non_finite",
+    "fsdp",
 )
 
 
@@ -39,7 +41,7 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
     Raises:
         ValueError: for runs that cannot be compared, naming two of them and what differs.
     """
-    _require_comparable(runs)
+    require_comparable(runs)
     grouped = by_variant(runs)
     reference = grouped.get(REFERENCE, {})
     rows = []
@@ -65,7 +67,7 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _require_comparable(runs: Sequence[RunFolder]) -> None:
+def require_comparable(runs: Sequence[RunFolder]) -> None:
     """Raise ``ValueError`` unless the runs differ in nothing but attention and seed."""
     first = _conditions(runs[0])
     for run in runs[1:]:
@@ -80,7 +82,13 @@ def _conditions(run: RunFolder) -> dict[str, Any]:
     fields = run.config.to_dict()
     for name in _MAY_DIFFER:
         del fields[name]
-    return {**fields, **run.corpus, "test blocks": len(run.test_losses)}
+    return {
+        **fields,
+        **run.corpus,
+        "test blocks": len(run.test_losses),
+        "rows of metrics.jsonl": len(run.metrics),
+        "rows of evaluations.jsonl": len(run.evaluations),
+    }
 
 
 def by_variant(runs: Sequence[RunFolder]) -> dict[str, dict[int, RunFolder]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,6 +15,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from softmax_rnn.errors import require_choice, unknown
 from softmax_rnn.files import write_text
 from softmax_rnn.models.configuration import SIZES
+from softmax_rnn.rules import parse_yaml
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.variants import resolve
 
@@ -41,6 +43,19 @@ _SIZE_FIELDS = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
 }
+
+
+_RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+    ("learning_rate", "> 0", lambda x: x > 0),
+    ("initializer_range", ">= 0", lambda x: x >= 0),
+    ("test_fraction", "between 0 and 1", lambda x: 0 < x < 1),
+    ("beta1", "in [0, 1)", lambda x: 0 <= x < 1),
+    ("beta2", "in [0, 1)", lambda x: 0 <= x < 1),
+    ("epsilon", ">= 0", lambda x: x >= 0),
+    ("weight_decay", ">= 0", lambda x: x >= 0),
+    ("gradient_clip", ">= 0", lambda x: x >= 0),
+    ("skip_non_finite", ">= 0", lambda x: x >= 0),
+)
 
 
 def _size(name: str) -> dict[str, int]:
@@ -90,9 +105,13 @@ class RunConfig:
         weight_decay: AdamW's, on weight matrices.
         gradient_clip: largest gradient norm; 0 for none, null for the paper's rule: 1 for
             variants with a gate, none for the others.
+        skip_non_finite: steps in a row that may make no update because their loss or gradient is
+            not finite; one more stops the run, with 0 the first.
         precision: ``bf16`` autocast, ``fp32``, or ``auto``: bf16 on a GPU, fp32 elsewhere.
         gradient_checkpointing: recompute activations in the backward pass.
         compile: run the model through torch.compile.
+        fsdp: under torchrun, shard weights, gradients and optimizer states over the processes
+            (FSDP2) in place of a whole model on each (DDP).
         log_every: steps between rows of metrics.jsonl.
         evaluate_every: steps between evaluations on the whole test split; a multiple of
             log_every. The last step is always evaluated.
@@ -132,9 +151,11 @@ class RunConfig:
     epsilon: float = 1e-7
     weight_decay: float = 0.01
     gradient_clip: float | None = 1.0
+    skip_non_finite: int = 0
     precision: Precision = "auto"
     gradient_checkpointing: bool = False
     compile: bool = False
+    fsdp: bool = False
 
     log_every: int = 10
     evaluate_every: int = 250
@@ -145,6 +166,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         require_choice("precision", self.precision, get_args(Precision))
         require_choice("packing", self.packing, get_args(Packing))
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is None and "None" not in str(field.type):
+                raise ValueError(f"{field.name} must be given, not null.")
         assert self.spec is not None  # an unknown variant is named here
         for name in (
             "hidden_size",
@@ -167,8 +191,15 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}.")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must lie in [0, 2**32), not {self.seed}.")
+            if value is not None and value >= 2**53:  # products of two would leave 64 bits
+                raise ValueError(f"{name} must be below 2**53, not {value}.")
+        for name in ("seed", "split_seed"):
+            if not 0 <= getattr(self, name) < 2**32:
+                raise ValueError(f"{name} must lie in [0, 2**32), not {getattr(self, name)}.")
+        for name, allowed, inside in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and inside(value)):
+                raise ValueError(f"{name} must be a finite number {allowed}, not {value!r}.")
         for name in ("evaluate_every", "save_every"):
             if getattr(self, name) % self.log_every:
                 raise ValueError(
@@ -257,7 +288,7 @@ class RunConfig:
         parser.add_class_arguments(cls)
         try:
             return cls(**vars(parser.parse_object(dict(data))))
-        except ArgumentError as error:
+        except (ArgumentError, OverflowError) as error:
             raise ValueError(f"Bad configuration: {error}") from error
 
     @classmethod
@@ -274,10 +305,10 @@ class RunConfig:
     @classmethod
     def load(cls, path: Path) -> RunConfig:
         """Read what :meth:`save` wrote."""
-        try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not YAML: {error}") from error
+        data = parse_yaml(path.read_bytes(), path)
         if not isinstance(data, dict):
             raise ValueError(f"{path} does not hold a mapping of config keys.")
-        return cls.from_dict(data)
+        try:
+            return cls.from_dict(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error

@@ -4,15 +4,24 @@ config.yaml          the resolved configuration
 environment.json     versions, commit, machine, corpus; those of later sessions under `sessions`
 metrics.jsonl        a row a logged step
 evaluations.jsonl    a row an evaluation
-checkpoint-N/        complete ones only: they are written aside and renamed
+events.jsonl         a row a step without update, and a row a leap of the loss
+checkpoint-N/        complete ones only: written aside and renamed, with a manifest of hashes and
+                     the rows so far
+lock                 held by the process that writes here
 test_losses.npy      the loss of every test block after the last step
 summary.json         the results; its presence means that the run is finished
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
+import platform
 import re
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +29,20 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from softmax_rnn.files import write_json, write_text
+from softmax_rnn.data.manifest import SPLITS
+from softmax_rnn.files import file_aside, sync, write_json
+from softmax_rnn.rules import MAPPING, TEXT, require, whole
 from softmax_rnn.training.config import RunConfig
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_ROWS = ("metrics.jsonl", "evaluations.jsonl", "events.jsonl")
+# What may change when a run goes on: no update depends on it, but for rounding.
+_FREE = ("skip_non_finite", "keep_checkpoints", "accumulation", "fsdp")
+_COUNTS = {"tokens": whole(), "sha256": TEXT}
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR)
 
 
 @dataclass(frozen=True)
@@ -59,6 +76,11 @@ class RunFolder:
         """The evaluation rows: step, tokens, test_loss."""
         return self.path / "evaluations.jsonl"
 
+    @property
+    def events_file(self) -> Path:
+        """The event rows: step, event and what there is to say of it."""
+        return self.path / "events.jsonl"
+
     @cached_property
     def config(self) -> RunConfig:
         """The configuration the run was started with."""
@@ -75,6 +97,11 @@ class RunFolder:
         return pd.DataFrame(read_rows(self.evaluations_file))
 
     @property
+    def events(self) -> list[dict[str, Any]]:
+        """The event rows."""
+        return read_rows(self.events_file)
+
+    @property
     def summary(self) -> dict[str, Any]:
         """The results of a finished run."""
         return json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
@@ -87,12 +114,20 @@ class RunFolder:
     @property
     def environment(self) -> dict[str, Any]:
         """Where the run ran, and on what."""
-        return json.loads(self.environment_file.read_text(encoding="utf-8"))
+        try:
+            return json.loads(self.environment_file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{self.environment_file} cannot be read: {error}") from error
 
     @property
     def corpus(self) -> dict[str, str]:
         """What the run's corpus was: a line a split, with its hash."""
-        return corpus_identity(self.environment["corpus"])
+        environment = self.environment
+        require(self.environment_file, environment, {"corpus": MAPPING})
+        for split in SPLITS:
+            counts = environment["corpus"].get(split)
+            require(self.environment_file, counts, _COUNTS, f"corpus.{split}.")
+        return corpus_identity(environment["corpus"])
 
     @property
     def test_losses(self) -> NDArray[np.float64]:
@@ -102,16 +137,47 @@ class RunFolder:
     @property
     def checkpoints(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
-        found = {
-            int(match[1]): path
-            for path in self.path.glob("checkpoint-*")
-            if (match := _CHECKPOINT.fullmatch(path.name))
-        }
-        return [found[step] for step in sorted(found)]
+        found = [
+            path for path in self.path.glob("checkpoint-*") if _CHECKPOINT.fullmatch(path.name)
+        ]
+        return sorted(found, key=step_of)
+
+    def make(self) -> None:
+        """Make the folder, unless it is there.
+
+        Raises:
+            ValueError: if it cannot be made.
+        """
+        with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep the folder to this process; the kernel lets go when it ends, however it does.
+
+        Raises:
+            ValueError: if another process runs here, or nothing can be written here.
+        """
+        lock = FileLock(self.path / "lock", timeout=0)
+        try:
+            with _writing(self.path):
+                lock.acquire()
+        except Timeout:
+            holder = Path(lock.lock_file).read_text(encoding="utf-8") or "another process"
+            raise ValueError(
+                f"{self.path} is in use by {holder}: wait for it, or choose another folder."
+            ) from None
+        try:
+            about = f"process {os.getpid()} on {platform.node()}"
+            Path(lock.lock_file).write_text(about, encoding="utf-8")
+            yield
+        finally:
+            lock.release()
 
     def check_same_config(self, config: RunConfig) -> None:
         """Raise ``ValueError`` if the run was started with another configuration."""
-        differing = differences(self.config.to_dict(), config.to_dict())
+        there, here = self.config.to_dict(), config.to_dict()
+        differing = differences({**there, **{name: here[name] for name in _FREE}}, here)
         if differing:
             raise ValueError(
                 f"{self.path} holds a run with another configuration ({differing}). "
@@ -132,14 +198,62 @@ class RunFolder:
         record = {**session, "corpus": manifest}
         if self.exists:
             record = self.environment
-            record.setdefault("sessions", []).append(session)
+            before = record.get("sessions")
+            record["sessions"] = [*(before if isinstance(before, list) else []), session]
         write_json(self.environment_file, record)
 
-    def rewind(self, step: int) -> None:
-        """Drop the rows after ``step``, as a run that resumes there writes them again."""
-        for path in (self.metrics_file, self.evaluations_file):
-            rows = [row for row in read_rows(path) if row["step"] <= step]
-            write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    def rewind(self, checkpoint: Path | None) -> None:
+        """Bring the rows back to what they were at a checkpoint, or to none."""
+        for name in _ROWS:
+            with file_aside(self.path / name) as aside:
+                if checkpoint is None:
+                    aside.touch()
+                else:
+                    shutil.copyfile(checkpoint / name, aside)
+
+    def copy_rows(self, checkpoint: Path) -> None:
+        """Put the rows so far into a checkpoint."""
+        for name in _ROWS:
+            shutil.copyfile(self.path / name, checkpoint / name)
+
+    def add_checkpoint(self, made: Path, keep: int) -> None:
+        """Give a checkpoint its name here, and remove all but the newest ``keep`` up to it.
+
+        Those after it are damaged, or of a future that is being run again: they count as none.
+        """
+        new = self.path / made.name
+        if new.exists():
+            _discard(new)
+        made.rename(new)
+        sync(self.path)
+        upto = [path for path in self.checkpoints if step_of(path) <= step_of(new)]
+        for old in upto[:-keep]:
+            _discard(old)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """A folder where one may not write is the user's to change; a full disk is the machine's."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NOT_WRITABLE:
+            raise
+        raise ValueError(
+            f"Nothing can be written in {path} ({error.strerror}): choose another folder."
+        ) from error
+
+
+def step_of(checkpoint: Path) -> int:
+    """The steps that a checkpoint holds."""
+    return int(checkpoint.name.partition("-")[2])
+
+
+def _discard(checkpoint: Path) -> None:
+    """Remove a checkpoint; if that is cut short, what is left has another name."""
+    aside = checkpoint.with_name(f".{checkpoint.name}.old.parts")
+    checkpoint.rename(aside)
+    shutil.rmtree(aside)
 
 
 def corpus_identity(manifest: dict[str, Any]) -> dict[str, str]:
@@ -169,5 +283,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
     """Append one row."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row, allow_nan=False) + "\n")
+    line = json.dumps(row, allow_nan=False) + "\n"
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+    except OSError as error:  # a full disk does not say which
+        error.filename = str(path)
+        raise

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
 from transformers.utils import logging as transformers_logging
 
 from softmax_rnn.data import (
@@ -19,10 +21,14 @@ from softmax_rnn.data import (
 )
 from softmax_rnn.files import remove_leftovers, write_json
 from softmax_rnn.models import SoftmaxRNNConfig, SoftmaxRNNForCausalLM, initialize
+from softmax_rnn.training.callbacks import notice
+from softmax_rnn.training.checkpoint import newest_whole
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.environment import environment, peak_memory
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.matmul import widest_float32_products
+from softmax_rnn.training.spikes import loss_spikes
+from softmax_rnn.training.stopping import StopRequest
 from softmax_rnn.training.trainer import SpecTrainer
 
 
@@ -52,6 +58,7 @@ def load_blocks(config: RunConfig) -> tuple[PreparedCorpus, Rows, Rows]:
             "--tensorboard needs a package of its own: pip install 'softmax-rnn[tensorboard]'."
         )
     corpus = load_corpus(config)
+    corpus.check_unchanged()
     rows = DocumentRows if config.packing == "documents" else TokenBlocks
     train_blocks, test_blocks = (
         rows(corpus, split, config.block_size) for split in ("train", "test")
@@ -85,69 +92,109 @@ def model_config(config: RunConfig, vocab_size: int, end_of_text: int) -> Softma
 
 
 @widest_float32_products()
-def train(config: RunConfig, path: Path, *, resume: bool = False) -> RunFolder:
+def train(
+    config: RunConfig, path: Path, *, resume: bool = False, stop_after: float | None = None
+) -> RunFolder:
     """Run ``config`` in the folder ``path``, or go on where it stopped.
+
+    SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 stop the run after the step it is at, with a
+    checkpoint; the second of the first three ends the process at once.
 
     Args:
         config: what to run.
         path: the run's folder.
-        resume: go on from the newest checkpoint of an unfinished run.
+        resume: go on from the newest whole checkpoint of an unfinished run.
+        stop_after: seconds after which to stop as by a signal.
 
     Returns:
         The folder, with its results. A finished run is not run again.
 
     Raises:
         ValueError: if the folder holds another run or one on other text, or an unfinished one and
-            ``resume`` is off.
-        NonFiniteError: if the loss or its gradient is not finite.
+            ``resume`` is off; if another process runs there, or nothing can be written there; if
+            the prepared corpus is damaged.
+        RunStopped: if a signal or the time stopped the run; it can go on.
+        NonFiniteError: if the loss or its gradient is not finite, and may not be skipped.
+        CheckpointError: if a checkpoint cannot be written, or all there are are damaged.
     """
-    folder = RunFolder(path)
+    with StopRequest(stop_after) as stop:
+        folder = RunFolder(path)
+        _check(folder, config, resume)
+        corpus, train_blocks, test_blocks = load_blocks(config)
+        if folder.exists:
+            folder.check_same_corpus(corpus.manifest)
+            if folder.finished:
+                return folder
+        model = SoftmaxRNNForCausalLM(
+            model_config(config, corpus.manifest["vocab_size"], corpus.manifest["end_of_text"])
+        )
+        initialize(model, config.seed)
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()  # one a checkpoint, over the run's own
+        folder.make()
+        trainer = SpecTrainer(
+            model,
+            config,
+            folder,
+            corpus,
+            train_blocks,
+            test_blocks,
+            stop,
+            processing_class=load_tokenizer(config.tokenizer),
+        )
+        with folder.locked() if trainer.is_world_process_zero() else nullcontext():
+            checkpoint = _start(trainer, resume)
+            stop.defer()
+            trainer.train(resume_from_checkpoint=checkpoint)
+            if trainer.tested_at != config.steps:
+                trainer.evaluate()
+            if trainer.is_world_process_zero():
+                _finish(trainer, folder)
+            trainer.accelerator.wait_for_everyone()
+    return folder
+
+
+def _check(folder: RunFolder, config: RunConfig, resume: bool) -> None:
     if folder.exists:
         folder.check_same_config(config)
         if not folder.finished and not resume:
-            raise ValueError(f"{path} holds an unfinished run: add --resume to go on with it.")
-    corpus, train_blocks, test_blocks = load_blocks(config)
-    if folder.exists:
-        folder.check_same_corpus(corpus.manifest)
-        if folder.finished:
-            return folder
-    model = SoftmaxRNNForCausalLM(
-        model_config(config, corpus.manifest["vocab_size"], corpus.manifest["end_of_text"])
-    )
-    initialize(model, config.seed)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+            raise ValueError(
+                f"{folder.path} holds an unfinished run: add --resume to go on with it."
+            )
+    elif folder.checkpoints:
+        raise ValueError(
+            f"{folder.path} holds checkpoints of a run that has lost its config.yaml: bring it "
+            "back, or choose another folder."
+        )
 
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()  # one a checkpoint, over the run's own
-    trainer = SpecTrainer(
-        model,
-        config,
-        folder,
-        train_blocks,
-        test_blocks,
-        processing_class=load_tokenizer(config.tokenizer),
-    )
-    checkpoint = folder.checkpoints[-1] if folder.checkpoints else None
+
+def _start(trainer: SpecTrainer, resume: bool) -> Path | None:
+    """Make the folder ready, and choose where all processes start: a checkpoint, or None."""
+    folder = trainer.folder
+    chosen: list[Path | None] = [None]
     if trainer.is_world_process_zero():
-        path.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(path)
-        folder.record_session(environment(), corpus.manifest)
-        config.save(folder.config_file)
-        folder.rewind(0 if checkpoint is None else int(checkpoint.name.partition("-")[2]))
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    if trainer.tested_at != config.steps:
-        trainer.evaluate()
-    if trainer.is_world_process_zero():
-        _finish(trainer, folder)
-    trainer.accelerator.wait_for_everyone()
-    return folder
+        _check(folder, trainer.config, resume)  # again: the folder is ours only now
+        remove_leftovers(folder.path)
+        found, skipped = newest_whole(folder.checkpoints)
+        for name, wrong in skipped.items():
+            notice(f"{name} is left out: {wrong}.")
+        session = environment()
+        if folder.exists:
+            session |= {"start": found.name if found else None, "left_out": skipped}
+        folder.record_session(session, trainer.corpus.manifest)
+        trainer.config.save(folder.config_file)
+        folder.rewind(found)
+        chosen = [found]
+    return broadcast_object_list(chosen)[0]
 
 
 def _finish(trainer: SpecTrainer, folder: RunFolder) -> None:
     metrics, config = folder.metrics, folder.config
     tokens = metrics.tokens.diff().fillna(metrics.tokens)  # a row's own: the last may hold fewer
-    last_tenth = metrics.step > 0.9 * config.steps
+    last_tenth = metrics.step > min(0.9 * config.steps, metrics.step.iloc[-1] - 1)
     assert trainer.test_losses is not None
     np.save(folder.path / "test_losses.npy", trainer.test_losses)
     write_json(
@@ -155,10 +202,12 @@ def _finish(trainer: SpecTrainer, folder: RunFolder) -> None:
         {
             "parameters": trainer.model.num_parameters(),
             "steps": config.steps,
-            "tokens": int(metrics.tokens.iloc[-1]),
+            "tokens": int(folder.evaluations.tokens.iloc[-1]),
             "train_loss": float(np.average(metrics.loss[last_tenth], weights=tokens[last_tenth])),
             "test_loss": float(folder.evaluations.test_loss.iloc[-1]),
             "tokens_per_second": float(metrics.tokens_per_second.median()),
+            "skipped_steps": sum(row["event"] == "non_finite" for row in folder.events),
+            "loss_spikes": loss_spikes(metrics.loss),
             "peak_memory_bytes": peak_memory(),
             "seconds": float((tokens / metrics.tokens_per_second).sum()),  # of all sessions' steps
         },

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy._core.multiarray import _reconstruct
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
-from tqdm.auto import tqdm
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from softmax_rnn.data import Rows
+from softmax_rnn.data import PreparedCorpus, Rows
+from softmax_rnn.files import write_json
 from softmax_rnn.models import SoftmaxRNNForCausalLM
+from softmax_rnn.training.callbacks import MetricRows, ProgressBar, Stopping, notice
+from softmax_rnn.training.checkpoint import CheckpointError, seal
 from softmax_rnn.training.config import RunConfig
-from softmax_rnn.training.folder import RunFolder, append_row, read_rows
+from softmax_rnn.training.folder import RunFolder, append_row, read_rows, step_of
+from softmax_rnn.training.sharding import ShardingTrainer
+from softmax_rnn.training.stopping import RunStopped, StopRequest
+
+# What an array of NumPy's generator is pickled with.
+_NUMPY: list[Any] = [_reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType]
+_PROGRESS = "progress.json"  # in a checkpoint: what its base does not keep
 
 
 class NonFiniteError(ArithmeticError):
     """The loss or its gradient is not finite; nothing after the step before was kept."""
 
 
-class SpecTrainer(Trainer):
+class _EvaluationStopped(Exception):  # noqa: N818
+    """Somebody asked the run to stop while it evaluated."""
+
+
+class SpecTrainer(ShardingTrainer):
     """One run of one spec.
 
-    Differs from its base in five things: blocks come in the order of the dataset; the schedule has
-    a horizon of its own and no step with rate 0; a non-finite loss or gradient stops the run
-    before the update; checkpoints are written aside and renamed; the test loss is the mean over
-    all predicted tokens, and known block by block.
+    Differs from its base in six things: blocks come in the order of the dataset; the schedule has
+    a horizon of its own and no step with rate 0; a step whose loss or gradient is not finite makes
+    no update; checkpoints are written aside, sealed and renamed, and go on within a row of metrics;
+    a wish to stop is heeded after every step and test batch; the test loss is the mean over all
+    predicted tokens, and known block by block. All processes of a run decide together.
     """
 
     def __init__(
@@ -43,35 +57,75 @@ class SpecTrainer(Trainer):
         model: SoftmaxRNNForCausalLM,
         config: RunConfig,
         folder: RunFolder,
+        corpus: PreparedCorpus,
         train_blocks: Rows,
         test_blocks: Rows,
+        stop: StopRequest,
         **kwargs: Any,
     ) -> None:
-        self.config, self.folder = config, folder
+        self.config, self.folder, self.corpus, self.stop = config, folder, corpus, stop
         self._saving_to: Path | None = None
+        self._saved_at = self._stopped_by = 0
+        self._step_loss: Tensor | float = 0.0  # of the micro-batches of this step
+        self._loss_sum: Tensor | float = 0.0  # of the steps since the last row that had an update
+        self._loss_steps = self._skipped_in_a_row = 0
         self.test_losses: NDArray[np.float64] | None = None
         self.tested_at = -1
-        self._bar = _Bar(config)
+        self._bar = ProgressBar(config)
         arguments = _arguments(config, folder)
         seen = train_blocks.sampled(config.seed, config.steps * config.batch_size)
+        rows = MetricRows(config, folder, seen.tokens)
         super().__init__(
-            model=model,
+            model,
+            config.fsdp and arguments.world_size > 1,
             args=arguments,
             train_dataset=seen,
             eval_dataset=test_blocks,
             compute_metrics=self._test_metrics,
-            callbacks=[_Rows(config, folder, seen.tokens), self._bar],
+            callbacks=[rows, self._bar, Stopping(self._asked_to_stop)],
             **kwargs,
         )
         for callback in (ProgressCallback, PrinterCallback):
             self.remove_callback(callback)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base class; however it ends, what is printed next has a line of its own."""
+    def train(self, resume_from_checkpoint: Path | None = None) -> None:
+        """Train to the end, from the beginning or from a checkpoint.
+
+        Raises:
+            RunStopped: if somebody asked for it; a checkpoint holds the last step.
+            NonFiniteError: if a step's loss or gradient is not finite, and may not be skipped.
+            CheckpointError: if a checkpoint cannot be written.
+            CorpusError: if the prepared corpus changes meanwhile.
+            ChildProcessError: if another process of the run ended.
+        """
+        start = resume_from_checkpoint
+        if start is not None:
+            self._go_on_from(start)
         try:
-            return super().train(*args, **kwargs)
+            super().train(resume_from_checkpoint=None if start is None else str(start))
+        except RuntimeError as error:
+            if not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
+                raise
+            raise ChildProcessError(
+                f"Another process of this run ended, or cannot be reached ({error}). Last "
+                f"checkpoint: {self._last_kept()}; --resume goes on from it."
+            ) from error
         finally:
-            self._bar.close()
+            self._bar.close()  # what is printed next has a line of its own
+        if self._stopped_by:
+            raise self._stopped()
+
+    def _go_on_from(self, checkpoint: Path) -> None:
+        progress = json.loads((checkpoint / _PROGRESS).read_text(encoding="utf-8"))
+        sums = progress["loss_sums"]
+        as_many = len(sums) == self.args.world_size
+        self._loss_sum = sums[self.args.process_index] if as_many else sum(sums) / len(sums)
+        self._loss_steps = progress["loss_steps"]
+        self._skipped_in_a_row = progress["skipped_in_a_row"]
+        self._saved_at = step = step_of(checkpoint)
+        due = step % self.config.evaluate_every == 0 or step == self.config.steps
+        tested = [row["step"] for row in read_rows(checkpoint / self.folder.evaluations_file.name)]
+        self.args.eval_on_start = due and step not in tested  # the run was stopped meanwhile
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         return SequentialSampler(train_dataset or self.train_dataset)
@@ -84,30 +138,90 @@ class SpecTrainer(Trainer):
         return self.lr_scheduler
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward and backward; stops on a loss that is not finite."""
+        """Forward and backward."""
         loss: Tensor = super().training_step(*args, **kwargs)
-        if not loss.isfinite():
-            self._stop("loss", loss.item())
+        self._step_loss = self._step_loss + loss
         return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
-        norm = float(super()._get_grad_norm(model, grad_norm=grad_norm))
-        if not math.isfinite(norm):
-            self._stop("gradient norm", norm)
+        """The norm before the update; without one if it, or the loss, is not finite."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        loss, self._step_loss = self._step_loss, 0.0
+        if self._most(int(not (math.isfinite(norm) and math.isfinite(loss)))):
+            self._skip(model, {"loss": float(loss), "gradient norm": norm})
+        else:
+            self._loss_sum = self._loss_sum + loss
+            self._loss_steps += 1
+            self._skipped_in_a_row = 0
         return norm
 
-    def _stop(self, what: str, value: float) -> None:
+    def _skip(self, model: nn.Module, values: dict[str, float]) -> None:
+        """Make no update in this step, or stop the run."""
+        bad = ((name, value) for name, value in values.items() if not math.isfinite(value))
+        what, value = next(bad, ("loss", math.nan))  # else of another process
+        step = self.state.global_step + 1
+        told = f"The {what} of step {step} is {value}"
+        if self._skipped_in_a_row >= self.config.skip_non_finite:
+            raise NonFiniteError(
+                f"{told}; the run stopped before the update, with {self._skipped_in_a_row} steps "
+                f"skipped in a row. Last checkpoint: {self._last_kept()}. With a larger "
+                "--skip_non_finite --resume passes over the step; a new run may want a smaller "
+                "--learning_rate or a --gradient_clip."
+            )
+        self._skipped_in_a_row += 1
+        model.zero_grad(set_to_none=True)  # AdamW passes over parameters without a gradient
+        if self.is_world_process_zero():
+            event = {"step": step, "event": "non_finite", "what": what, "value": str(value)}
+            append_row(self.folder.events_file, event)
+            notice(f"{told}: it makes no update.")
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As the base class; a row's loss is the mean over its steps that made an update."""
+        if "loss" in logs:
+            total, steps = self._gathered_loss().mean().item(), self._loss_steps
+            logs["loss"] = total / steps if steps else math.nan
+            self._loss_sum, self._loss_steps = 0.0, 0
+        super().log(logs, start_time)
+
+    def _gathered_loss(self) -> Tensor:
+        """[processes] the losses since the last row."""
+        mine = torch.as_tensor(self._loss_sum, dtype=torch.float32, device=self.args.device)
+        return self.accelerator.gather(mine.reshape(1))
+
+    def _most(self, value: int) -> int:
+        """The largest of all processes' values."""
+        if self.args.world_size == 1:
+            return value
+        mine = torch.tensor([value], device=self.args.device)
+        return int(self.accelerator.gather(mine).max())
+
+    def _asked_to_stop(self) -> bool:
+        self._stopped_by = self._most(self.stop.code)
+        return self._stopped_by != 0
+
+    def _stopped(self) -> RunStopped:
+        step = self.state.global_step
+        return RunStopped(self._stopped_by, f"after step {step}, which checkpoint-{step} holds")
+
+    def _last_kept(self) -> str:
         kept = self.folder.checkpoints
-        raise NonFiniteError(
-            f"The {what} of step {self.state.global_step + 1} is {value}; the run stopped before "
-            f"the update. Last checkpoint: {kept[-1] if kept else 'none'}. "
-            "Try a smaller --learning_rate or a --gradient_clip."
-        )
+        return str(kept[-1]) if kept else "none"
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As the base class; can be stopped at every batch."""
+        try:
+            return super().evaluate(*args, **kwargs)
+        except _EvaluationStopped:
+            if self._saved_at != self.state.global_step:
+                self._save_checkpoint(self.model, None)
+            raise self._stopped() from None
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The batch's loss, every block's loss, and every block's number of predicted tokens."""
+        if self._asked_to_stop():
+            raise _EvaluationStopped
         given = dict(self._prepare_inputs(inputs))
         labels = given.pop("labels")[:, 1:]
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -129,20 +243,50 @@ class SpecTrainer(Trainer):
         return str(self._saving_to or self.folder.path)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.corpus.check_unchanged()  # what was learned from other text is not kept
         name = f"checkpoint-{self.state.global_step}"
         aside = self._saving_to = self.folder.path / f".{name}.parts"  # of all processes
+        losses = self._gathered_loss().tolist()
         try:
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if self.is_world_process_zero():
-                (aside / name).rename(self.folder.path / name)
+                self._complete(aside / name, losses)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            free = shutil.disk_usage(self.folder.path).free / 2**20
+            raise CheckpointError(
+                f"{name} could not be written: {error}. Its disk has {free:,.0f} MiB left. "
+                f"Last checkpoint: {self._last_kept()}; when there is room, --resume goes on from "
+                "it."
+            ) from error
         finally:
             self._saving_to = None
             if self.is_world_process_zero():
                 shutil.rmtree(aside, ignore_errors=True)
-        if self.is_world_process_zero():
-            for old in self.folder.checkpoints[: -self.config.keep_checkpoints]:
-                shutil.rmtree(old)
+        self._saved_at = self.state.global_step
+
+    def _complete(self, made: Path, losses: list[float]) -> None:
+        """What one process adds to a checkpoint, until it has its name."""
+        (made / "training_args.bin").unlink(missing_ok=True)  # a pickle of what config.yaml says
+        progress = {
+            "loss_sums": losses,
+            "loss_steps": self._loss_steps,
+            "skipped_in_a_row": self._skipped_in_a_row,
+        }
+        write_json(made / _PROGRESS, progress)
+        self.folder.copy_rows(made)
+        seal(made)
+        self.folder.add_checkpoint(made, self.config.keep_checkpoints)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """As the base class, with numbers in place of NumPy's array: its pickle needs trust."""
+        super()._save_rng_state(output_dir)
+        one, many = "rng_state.pth", f"rng_state_{self.args.process_index}.pth"
+        path = Path(output_dir) / (one if self.args.world_size == 1 else many)
+        with torch.serialization.safe_globals(_NUMPY):
+            states = torch.load(path, weights_only=True)
+        name, keys, *rest = states["numpy"]
+        torch.save({**states, "numpy": (name, keys.tolist(), *rest)}, path)
 
 
 def _arguments(config: RunConfig, folder: RunFolder) -> TrainingArguments:
@@ -161,6 +305,7 @@ def _arguments(config: RunConfig, folder: RunFolder) -> TrainingArguments:
         bf16=bf16,
         use_cpu=not gpu,
         torch_compile=config.compile,
+        ddp_find_unused_parameters=False,
         seed=config.seed,
         logging_strategy="steps",
         logging_steps=config.log_every,
@@ -186,83 +331,3 @@ def _arguments(config: RunConfig, folder: RunFolder) -> TrainingArguments:
     arguments.per_device_train_batch_size = share
     arguments.per_device_eval_batch_size = 2 * share  # no gradients to hold
     return arguments
-
-
-class _Rows(TrainerCallback):
-    """Writes metrics.jsonl and evaluations.jsonl."""
-
-    def __init__(
-        self, config: RunConfig, folder: RunFolder, tokens: Callable[[int, int], int]
-    ) -> None:
-        self.config, self.folder, self.tokens_of = config, folder, tokens
-        self.started, self.seconds, self.steps = 0.0, 0.0, 0
-        self.position, self.tokens = 0, 0  # rows and tokens, up to the last step logged
-
-    def count(self, step: int) -> int:
-        """The tokens of the steps since this was last asked, padding not counted."""
-        position = step * self.config.batch_size
-        new = self.tokens_of(self.position, position)
-        self.position, self.tokens = position, self.tokens + new
-        return new
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.started = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seconds += time.perf_counter() - self.started
-        self.steps += 1
-        if state.global_step >= state.max_steps:
-            control.should_log = True  # a last row also where log_every does not divide steps
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        if "loss" in logs:
-            self.count(state.global_step - self.steps)  # of sessions before this one
-        new = self.count(state.global_step)
-        place = {"step": state.global_step, "tokens": self.tokens}
-        if "loss" in logs:
-            row = {
-                **place,
-                "loss": logs["loss"],
-                "learning_rate": logs["learning_rate"],
-                "grad_norm": logs["grad_norm"],
-                "tokens_per_second": new / self.seconds,
-            }
-            append_row(self.folder.metrics_file, row)
-            self.seconds, self.steps = 0.0, 0
-        elif "eval_test_loss" in logs:
-            rows = read_rows(self.folder.evaluations_file)
-            if not rows or rows[-1]["step"] < state.global_step:  # else evaluated before a kill
-                row = {**place, "test_loss": logs["eval_test_loss"]}
-                append_row(self.folder.evaluations_file, row)
-
-
-class _Bar(TrainerCallback):
-    """A progress bar with the time left and the latest losses."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-        self.bar: tqdm[Any] | None = None
-        self.shown: dict[str, str] = {}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero:
-            self.bar = tqdm(
-                total=self.config.steps, initial=state.global_step, unit="step", dynamic_ncols=True
-            )
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.bar:
-            self.bar.update()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        for key, label in (("loss", "loss"), ("eval_test_loss", "test")):
-            if key in logs and self.bar:
-                self.shown[label] = f"{logs[key]:.3f}"
-                self.bar.set_postfix(self.shown)
-
-    def close(self) -> None:
-        """Leave the bar as it stands."""
-        if self.bar:
-            self.bar.close()

@@ -1,0 +1,232 @@
+"""Kill one run at random moments, again and again: it must end as if nothing had happened.
+
+    python -m benchmarks.kills --kills 50 --steps 150
+
+A third of the kills each fall while a session starts, while it trains, and while it saves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from softmax_rnn.cli import main as command_line
+from softmax_rnn.files import write_json
+from softmax_rnn.training import RunConfig
+from softmax_rnn.training.checkpoint import MANIFEST
+from softmax_rnn.training.folder import RunFolder
+
+# Files of a checkpoint that hold speeds, or whether the run was stopped before its evaluation.
+_OTHERWISE = {"metrics.jsonl", "evaluations.jsonl", "trainer_state.json"}
+_POLL = 0.001  # seconds
+
+
+def start(
+    words: list[str],
+    log: Path,
+    *,
+    before: Callable[[], Callable[[], object] | None] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> BaseProcess:
+    """The command line in a process of its own, which has imported everything already.
+
+    Args:
+        words: as in a shell.
+        log: file that takes what the process prints.
+        before: called there first; what it returns is called when the command has ended.
+        environment: variables besides those of this process.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["softmax_rnn.cli"])
+    variables = {**os.environ, **(environment or {})}
+    process = context.Process(target=_work, args=(words, log, before, variables))
+    process.start()
+    return process
+
+
+def _work(
+    words: list[str],
+    log: Path,
+    before: Callable[[], Callable[[], object] | None] | None,
+    environment: dict[str, str],
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    torch.set_num_threads(1)
+    gc.freeze()  # a collection need not look at what was imported
+    after = before() if before else None
+    code = command_line(words)
+    if after:
+        after()
+    sys.exit(code)
+
+
+def training(config: RunConfig, folder: RunFolder) -> BaseProcess:
+    """A session of a run, which goes on where the one before was."""
+    root = folder.path.parent
+    file = root / f"{folder.path.name}.yaml"
+    config.save(file)
+    words = ["train", "--resume", "--config", str(file), "--out", str(folder.path)]
+    return start(words, root / f"{folder.path.name}.log")
+
+
+def killed(config: RunConfig, folder: RunFolder, kills: int, seed: int) -> Counter[str]:
+    """Run, with so many kills on the way, to the end.
+
+    Returns:
+        How many kills fell where.
+
+    Raises:
+        RuntimeError: if a session fails, or the run ends before the last kill.
+    """
+    draw, fell, started = random.Random(seed), Counter[str](), 1.0
+    moments = [kind for _ in range(-(-kills // 3)) for kind in ("starting", "training", "saving")]
+    draw.shuffle(moments)
+    for number, kind in enumerate(moments[:kills]):
+        left = _parts(folder)
+        process, began = training(config, folder), time.monotonic()
+        if kind == "starting":
+            time.sleep(draw.uniform(0, started))
+        else:
+            reached = _rows_written(folder) if kind == "training" else _saving(folder, left)
+            while process.is_alive() and not reached():
+                time.sleep(_POLL)
+            started = time.monotonic() - began
+            time.sleep(draw.uniform(0, 0.1))
+        process.kill()
+        process.join()
+        if process.exitcode != -9:
+            raise RuntimeError(
+                f"A session ended with {process.exitcode} before it was killed, after "
+                f"{number} kills: give more --steps, or see {folder.path}.log."
+            )
+        fell[kind] += 1
+        fell["leaving half a checkpoint"] += bool(_parts(folder) - left)
+    process = training(config, folder)
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"The last session ended with {process.exitcode}: see {folder.path}.log")
+    return fell
+
+
+def _rows_written(folder: RunFolder) -> Callable[[], bool]:
+    """Whether this session has trained: rows came, or went and came."""
+    file = folder.metrics_file
+    before = file.stat().st_mtime_ns if file.exists() else 0
+    rewound = False
+
+    def reached() -> bool:
+        nonlocal before, rewound
+        now = file.stat().st_mtime_ns if file.exists() else 0
+        written, before = now != before, now
+        if written and not rewound:  # by the start of the session
+            rewound, written = True, False
+        return written
+
+    return reached
+
+
+def _saving(folder: RunFolder, left: set[int]) -> Callable[[], bool]:
+    """Whether this session has begun a checkpoint."""
+    return lambda: bool(_parts(folder) - left)
+
+
+def _parts(folder: RunFolder) -> set[int]:
+    """Checkpoints that are being written, or never were to the end: when each was touched last."""
+    found = set()
+    for path in folder.path.glob(".checkpoint-*"):
+        with contextlib.suppress(FileNotFoundError):  # it has got its name
+            found.add(path.stat().st_ctime_ns)
+    return found
+
+
+def difference(one: RunFolder, other: RunFolder) -> str:
+    """In what two finished runs differ, but for their speeds; empty if in nothing."""
+    found = []
+    for name in ("metrics", "evaluations"):
+        a, b = (
+            getattr(run, name).drop(columns="tokens_per_second", errors="ignore")
+            for run in (one, other)
+        )
+        if not a.equals(b):
+            found.append(f"{name}.jsonl")
+    if one.events != other.events:
+        found.append("events.jsonl")
+    if not np.array_equal(one.test_losses, other.test_losses):
+        found.append("test_losses.npy")
+    names = [[path.name for path in run.checkpoints] for run in (one, other)]
+    if names[0] != names[1]:
+        return ", ".join([*found, f"checkpoints {names[0]} and {names[1]}"])
+    for name in names[0]:
+        files = [
+            json.loads((run.path / name / MANIFEST).read_text())["files"] for run in (one, other)
+        ]
+        found += [
+            f"{name}/{file}"
+            for file in sorted({*files[0], *files[1]} - _OTHERWISE)
+            if files[0].get(file) != files[1].get(file)
+        ]
+    return ", ".join(found)
+
+
+def main() -> int:
+    """Measure and print; 1 if the run did not survive."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=150, help="of the run")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--attention", default="norm", help="a variant")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    given = parser.parse_args()
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # of locks that the killed held
+    config = RunConfig.preset(
+        "demo",
+        attention=given.attention,
+        steps=given.steps,
+        log_every=2,
+        evaluate_every=50,
+        save_every=2,
+        test_fraction=0.002,
+    )
+    with tempfile.TemporaryDirectory() as root:
+        undisturbed, disturbed = (RunFolder(Path(root) / name) for name in ("calm", "killed"))
+        began = time.monotonic()
+        training(config, undisturbed).join()
+        calm = time.monotonic() - began
+        fell = killed(config, disturbed, given.kills, given.seed)
+        found = difference(undisturbed, disturbed)
+    result = {
+        "kills": given.kills,
+        "steps": given.steps,
+        "seed": given.seed,
+        "fell": dict(fell),
+        "seconds_undisturbed": calm,
+        "seconds_killed": time.monotonic() - began - calm,
+        "differs_in": found,
+    }
+    print(json.dumps(result, indent=2))
+    if given.out:
+        write_json(given.out, result)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,137 @@
+"""What happens beside the steps of a run: rows, events, the progress bar, stopping."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+
+from softmax_rnn.training.config import RunConfig
+from softmax_rnn.training.folder import RunFolder, append_row, read_rows
+from softmax_rnn.training.spikes import SEEN, spike_starts
+
+
+def notice(message: str) -> None:
+    """Tell something on a line of its own, above the progress bar."""
+    tqdm.write(message, file=sys.stderr)
+
+
+class Stopping(TrainerCallback):
+    """Ends training with a checkpoint after the step in which somebody asked for it."""
+
+    def __init__(self, asked: Callable[[], bool]) -> None:
+        self.asked = asked
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save and end, if asked to."""
+        if self.asked():
+            control.should_save = control.should_training_stop = True
+
+
+class MetricRows(TrainerCallback):
+    """Writes metrics.jsonl and evaluations.jsonl, and leaps of the loss to events.jsonl."""
+
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, tokens: Callable[[int, int], int]
+    ) -> None:
+        self.config, self.folder, self.tokens_of = config, folder, tokens
+        self.started, self.seconds, self.steps = 0.0, 0.0, 0
+        self.position, self.tokens = 0, 0  # rows and tokens, up to the last step logged
+        self.losses: list[float] = []  # of the latest rows
+
+    def count(self, step: int) -> int:
+        """The tokens of the steps since this was last asked, padding not counted."""
+        position = step * self.config.batch_size
+        new = self.tokens_of(self.position, position)
+        self.position, self.tokens = position, self.tokens + new
+        return new
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The rows of the sessions before."""
+        self.losses = [row["loss"] for row in read_rows(self.folder.metrics_file)[-SEEN:]]
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Start the clock."""
+        self.started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stop the clock, and have the last step logged."""
+        self.seconds += time.perf_counter() - self.started
+        self.steps += 1
+        if state.global_step >= state.max_steps:
+            control.should_log = True  # a last row also where log_every does not divide steps
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        """Write a row."""
+        if not state.is_world_process_zero:
+            return
+        if "loss" in logs:
+            self.count(state.global_step - self.steps)  # of sessions before this one
+            new = self.count(state.global_step)
+            row = {
+                "step": state.global_step,
+                "tokens": self.tokens,
+                "loss": logs["loss"],
+                "learning_rate": logs["learning_rate"],
+                "grad_norm": logs["grad_norm"] if math.isfinite(logs["grad_norm"]) else None,
+                "tokens_per_second": new / self.seconds,
+            }
+            if math.isfinite(logs["loss"]):  # else none of its steps made an update
+                append_row(self.folder.metrics_file, row)
+                self._look_for_a_spike(state.global_step, logs["loss"])
+            self.seconds, self.steps = 0.0, 0
+        elif "eval_test_loss" in logs:
+            rows = read_rows(self.folder.evaluations_file)
+            if not rows or rows[-1]["step"] < state.global_step:  # else evaluated before a kill
+                self.count(state.global_step)
+                place = {"step": state.global_step, "tokens": self.tokens}
+                row = {**place, "test_loss": logs["eval_test_loss"]}
+                append_row(self.folder.evaluations_file, row)
+
+    def _look_for_a_spike(self, step: int, loss: float) -> None:
+        self.losses = [*self.losses, loss][-SEEN:]
+        if not spike_starts(pd.Series(self.losses)).iloc[-1]:
+            return
+        usual = float(pd.Series(self.losses[:-1]).median())
+        event = {"step": step, "event": "loss_spike", "loss": loss, "usual": usual}
+        append_row(self.folder.events_file, event)
+        notice(f"Step {step}: the training loss leapt to {loss:.3f} from about {usual:.3f}.")
+
+
+class ProgressBar(TrainerCallback):
+    """A progress bar with the time left and the latest losses."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.bar: tqdm[Any] | None = None
+        self.shown: dict[str, str] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Show the bar."""
+        if state.is_world_process_zero:
+            self.bar = tqdm(
+                total=self.config.steps, initial=state.global_step, unit="step", dynamic_ncols=True
+            )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Move it."""
+        if self.bar:
+            self.bar.update()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        """Show the losses."""
+        for key, label in (("loss", "loss"), ("eval_test_loss", "test")):
+            if key in logs and self.bar:
+                self.shown[label] = f"{logs[key]:.3f}"
+                self.bar.set_postfix(self.shown)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self.bar:
+            self.bar.close()

@@ -1,0 +1,80 @@
+"""A model whole on every process or sharded over them, with one format of checkpoints for both."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from transformers import Trainer
+
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_WEIGHTS, _OPTIMIZER, _SCHEDULER = "model.safetensors", "optimizer.pt", "scheduler.pt"
+
+
+class ShardingTrainer(Trainer):
+    """Trains a model that may be sharded (FSDP2), a decoder layer at a time.
+
+    Checkpoints hold whole weights, and the optimizer's state by the names of parameters, so that a
+    run can go on with any number of processes, sharded or not.
+
+    Args:
+        model: a causal language model.
+        sharded: whether to shard it over the processes.
+        kwargs: the base class's.
+    """
+
+    def __init__(self, model: Any, sharded: bool, **kwargs: Any) -> None:
+        if sharded:
+            for layer in model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+        super().__init__(model=model, **kwargs)
+        if sharded:
+            # Accelerate would wrap it in DDP: it shards by itself on GPUs alone.
+            prepare = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
+            self.accelerator.prepare_model = prepare
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole weights; all processes call this, one writes."""
+        state = get_model_state_dict(self.model, options=_WHOLE)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=_WHOLE)
+        if self.args.should_save:
+            torch.save(state, Path(output_dir, _OPTIMIZER))
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        weights: dict[str, Any] = load_file(Path(resume_from_checkpoint, _WEIGHTS))
+        set_model_state_dict(self.model, weights, options=_WHOLE)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        optimizer, scheduler = (
+            torch.load(Path(checkpoint, name), map_location="cpu", weights_only=True)
+            for name in (_OPTIMIZER, _SCHEDULER)
+        )
+        raw = self.optimizer.optimizer
+        set_optimizer_state_dict(self.model, raw, optimizer, options=_WHOLE)
+        for group in raw.param_groups:
+            group["betas"] = tuple(group["betas"])  # a list by now; the next file is to be the same
+        self.lr_scheduler.load_state_dict(scheduler)

@@ -1,0 +1,110 @@
+"""Asking a run to stop: by a signal, or when its time is over."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+_URGENT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_ANNOUNCING = (signal.SIGUSR1, signal.SIGUSR2)  # of Slurm and submitit: the end is near
+_AGAIN = 2.0  # seconds; sooner it is the same wish, sent by a scheduler and passed on by a parent
+_UNITS = (86400, 3600, 60, 1)
+_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
+
+
+class RunStopped(BaseException):
+    """A run was asked to stop and can go on. No ``Exception``: readers pass over those.
+
+    Args:
+        code: the signal's number; 0 if it was sent to others.
+        where: what the run had done by then.
+    """
+
+    def __init__(self, code: int, where: str) -> None:
+        names = {0: "", signal.SIGALRM: " by the end of its time"}
+        name = names[code] if code in names else f" by {signal.Signals(code).name}"
+        super().__init__(f"Stopped{name} {where}")
+        self.code = code
+
+
+class StopRequest:
+    """Takes signals for a while: the first one asks to stop.
+
+    It raises :class:`RunStopped` where the program is, until :meth:`defer`; from then on it is only
+    noted in :attr:`code`. The second SIGTERM, SIGINT or SIGHUP ends the process at once. Signals
+    that were ignored stay ignored (``nohup``).
+
+    Args:
+        after: seconds until time is over, which is a wish like the others; None for no limit.
+
+    Attributes:
+        code: the number of the signal that came first; 0 before. SIGALRM's when time is over.
+
+    Raises:
+        ValueError: for a limit outside the main thread, where no signal arrives.
+    """
+
+    def __init__(self, after: float | None = None) -> None:
+        self.code = 0
+        self._after = after
+        self._since: float | None = None
+        self._deferred = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            if self._after is not None:
+                raise ValueError("A limit of time needs the main thread.")
+            return self
+        timer = () if self._after is None else (signal.SIGALRM,)
+        for number in (*_URGENT, *_ANNOUNCING, *timer):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._receive)
+        if self._after is not None:
+            signal.setitimer(signal.ITIMER_REAL, self._after)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._after is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def defer(self) -> None:
+        """From now on only note a wish to stop, as :attr:`code`."""
+        self._deferred = True
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number in _URGENT:
+            if self._since is not None and now - self._since >= _AGAIN:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            self._since = self._since or now
+        if not self.code:
+            self.code = number
+            if not self._deferred:
+                raise RunStopped(number, "before anything was computed")
+
+
+def seconds(duration: str) -> float:
+    """The seconds of a duration such as ``1h50m``, ``2d`` or ``90s``.
+
+    Raises:
+        ValueError: for anything else, and for no time at all.
+    """
+    match = _DURATION.fullmatch(duration)
+    numbers = match.groups("0") if match else ()
+    total = sum(float(number) * unit for number, unit in zip(numbers, _UNITS, strict=False))
+    if total <= 0:
+        raise ValueError(f"A duration is written as in 2d, 1h50m or 90s, not {duration!r}.")
+    return total

@@ -1,0 +1,153 @@
+"""Losses and gradients that are not finite, and losses that leap."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Trainer
+
+from softmax_rnn.training import train
+from softmax_rnn.training.callbacks import MetricRows
+from softmax_rnn.training.folder import RunFolder
+from softmax_rnn.training.spikes import loss_spikes, spike_starts
+from softmax_rnn.training.trainer import NonFiniteError
+from tiny import assert_same_run, tiny
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_non_finite_step_stops_before_the_update(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """At step 7 the loss, or only its gradient, becomes infinite."""
+    config = tiny(texts)
+    original = Trainer.training_step
+
+    def step(self: Any, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = original(self, model, *args, **kwargs)
+        if self.state.global_step == 6:
+            if where == "loss":
+                return loss * float("inf")
+            next(model.parameters()).grad[0] = float("nan")
+        return loss
+
+    monkeypatch.setattr(Trainer, "training_step", step)
+    with pytest.raises(NonFiniteError, match=r"of step 7 is (inf|nan).*checkpoint-4"):
+        train(config, tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    assert [path.name for path in folder.checkpoints] == ["checkpoint-4"]
+    assert not folder.finished
+    monkeypatch.undo()
+    assert_same_run(train(config, folder.path, resume=True), train(config, tmp_path / "well"))
+
+
+@pytest.mark.parametrize("bad", [{5}, {7, 8}, {11, 12}])
+def test_steps_that_are_not_finite_may_be_skipped(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: set[int]
+) -> None:
+    """They change no weight and enter no mean; resumed in their midst, the run is the same."""
+    config = tiny(texts, skip_non_finite=2, keep_checkpoints=9)
+    original = Trainer.training_step
+    weight_before: dict[int, torch.Tensor] = {}
+
+    def step(self: Any, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = original(self, model, *args, **kwargs)
+        now = self.state.global_step + 1
+        weight_before[now] = model.lm_head.weight.detach().clone()
+        if now not in bad:
+            return loss
+        if now % 2:
+            return loss * float("nan")
+        next(model.parameters()).grad[0] = float("inf")
+        return loss
+
+    monkeypatch.setattr(Trainer, "training_step", step)
+    folder = train(config, tmp_path / "run")
+    for now in range(2, 12):
+        same = torch.equal(weight_before[now], weight_before[now + 1])
+        assert same == (now in bad), now
+    assert [row["step"] for row in folder.events] == sorted(bad)
+    assert folder.events[0]["event"] == "non_finite"
+    assert folder.summary["skipped_steps"] == len(bad)
+    assert folder.summary["tokens"] == 12 * config.tokens_per_step
+    assert folder.metrics.loss.between(1, 10).all()
+    lost = {2 * row for row in range(1, 7) if {2 * row - 1, 2 * row} <= bad}
+    assert set(folder.metrics.step) == set(range(2, 13, 2)) - lost  # no step of theirs had a loss
+    shutil.copytree(folder.path, tmp_path / "cut")
+    cut = RunFolder(tmp_path / "cut")
+    (cut.path / "summary.json").unlink()
+    for path in cut.checkpoints[1:]:
+        shutil.rmtree(path)
+    assert_same_run(train(config, cut.path, resume=True), folder)
+    assert cut.events == folder.events
+
+
+def test_one_step_too_many_that_is_not_finite_stops(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A larger --skip_non_finite then goes on: of all settings it may change."""
+    original = Trainer.training_step
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = original(self, *args, **kwargs)
+        return loss * float("nan") if 5 <= self.state.global_step < 8 else loss
+
+    monkeypatch.setattr(Trainer, "training_step", step)
+    with pytest.raises(NonFiniteError, match="loss of step 8 is nan.*, with 2 steps skipped in a"):
+        train(tiny(texts, skip_non_finite=2), tmp_path / "run")
+    folder = train(tiny(texts, skip_non_finite=3), tmp_path / "run", resume=True)
+    assert folder.summary["skipped_steps"] == 3
+    assert RunFolder(folder.path).config.skip_non_finite == 3
+
+
+def test_leaps_of_the_loss_are_logged(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After step 20 a person turns the output layer round."""
+    original = Trainer.training_step
+
+    def step(self: Any, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.state.global_step == 20:
+            with torch.no_grad():
+                model.lm_head.weight *= -5
+        return original(self, model, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "training_step", step)
+    folder = train(tiny(texts, steps=24, log_every=1, learning_rate=1e-4), tmp_path / "run")
+    (event,) = folder.events
+    assert event["event"] == "loss_spike"
+    assert event["step"] == 21
+    assert event["loss"] > event["usual"] + 0.2
+    assert folder.summary["loss_spikes"] == loss_spikes(folder.metrics.loss) == 1
+    assert "Step 21: the training loss leapt to" in capsys.readouterr().err
+
+
+def test_every_leap_is_seen_as_it_comes(tmp_path: Path) -> None:
+    """Row by row the same leaps are found as in all rows at the end."""
+    draw = np.random.default_rng(0)
+    losses = draw.normal(3, 0.02, 300) + 2 * (draw.random(300) < 0.1)
+    folder = RunFolder(tmp_path)
+    rows = MetricRows(tiny(tmp_path), folder, lambda start, stop: stop - start)
+    rows.seconds = 1.0
+    for step, loss in enumerate(losses, start=1):
+        state = SimpleNamespace(is_world_process_zero=True, global_step=step)
+        logs = {"loss": loss, "learning_rate": 1.0, "grad_norm": 1.0}
+        rows.seconds = 1.0
+        rows.on_log(None, state, None, logs)
+    starts = spike_starts(folder.metrics.loss)
+    assert 5 < starts.sum() < 40
+    assert [row["step"] for row in folder.events] == list(folder.metrics.step[starts])
+
+
+def test_a_test_loss_that_is_not_finite_stops(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(np, "average", lambda *_, **__: float("nan"))
+    with pytest.raises(NonFiniteError, match="The test loss after step 6 is nan"):
+        train(tiny(texts), tmp_path / "run")
+    assert not RunFolder(tmp_path / "run").finished

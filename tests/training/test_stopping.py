@@ -1,0 +1,92 @@
+"""Wishes to stop: what asks, what is asked for twice, what is passed over."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+
+import softmax_rnn.training.stopping as stopping
+from softmax_rnn.training.stopping import RunStopped, StopRequest, seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1h50m", 6600), ("2d", 172800), ("90s", 90), ("0.5s", 0.5), ("1d2h3m4s", 93784)],
+)
+def test_durations(text: str, expected: float) -> None:
+    assert seconds(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "90", "1h50", "m", "0s", "-1h", "1h 50m", "50m1h"])
+def test_what_is_no_duration_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match=r"written as in 2d, 1h50m or 90s, not"):
+        seconds(text)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_a_wish_is_raised_until_it_is_deferred(name: str) -> None:
+    number = signal.Signals[name]
+    before = signal.getsignal(number)
+    with StopRequest(), pytest.raises(RunStopped, match=f"^Stopped by {name} before") as stopped:
+        signal.raise_signal(number)
+    assert stopped.value.code == number
+    with StopRequest() as stop:
+        stop.defer()
+        assert stop.code == 0
+        signal.raise_signal(number)
+        assert stop.code == number
+    assert signal.getsignal(number) == before
+
+
+def test_what_announces_the_end_is_not_the_first_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm sends SIGUSR1 long before SIGTERM, and SIGTERM to every process of a job."""
+    monkeypatch.setattr(stopping, "_AGAIN", 0.2)
+    with StopRequest() as stop:
+        stop.defer()
+        signal.raise_signal(signal.SIGUSR1)
+        time.sleep(0.25)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # passed on by a parent
+        assert stop.code == signal.SIGUSR1
+
+
+def test_time_is_a_wish_like_others() -> None:
+    with StopRequest(0.05) as stop:
+        stop.defer()
+        time.sleep(0.2)
+        assert stop.code == signal.SIGALRM
+    assert str(RunStopped(stop.code, "here")) == "Stopped by the end of its time here"
+    with StopRequest(0.05):
+        pass
+    time.sleep(0.1)  # no alarm is left
+
+
+def test_what_was_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.code == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_thread_gets_no_signals() -> None:
+    found: list[object] = []
+
+    def work() -> None:
+        before = signal.getsignal(signal.SIGTERM)
+        with StopRequest():
+            found.append(signal.getsignal(signal.SIGTERM) == before)
+        try:
+            StopRequest(1.0).__enter__()
+        except ValueError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [True, "A limit of time needs the main thread."]

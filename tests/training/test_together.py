@@ -1,0 +1,93 @@
+"""Several processes: on one folder by mistake, of one run, and one after the other, killed."""
+
+from __future__ import annotations
+
+import functools
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from processes import Case, at_step, difference, ended, kill, killed, start
+from softmax_rnn.errors import ExitCode
+from softmax_rnn.training.folder import RunFolder
+
+FINISHED, FAILED, WRONG, STOPPED, _ = ExitCode
+
+
+def test_two_processes_on_one_folder(calm: Case, tmp_path: Path) -> None:
+    """The second is refused and harms nothing; what a killed one held is free."""
+    case = replace(calm, folder=RunFolder(tmp_path / "run"))
+    signs = tmp_path / "here", tmp_path / "go"
+    first = case.session(at_step(7, functools.partial(_wait, *signs)))
+    while first.is_alive() and not signs[0].exists():
+        time.sleep(0.01)
+    code, told = ended(case.session()), case.log.read_text()
+    signs[1].touch()
+    assert code == WRONG
+    assert re.search(r"run is in use by process \d+ on .*: wait for it", told)
+    assert ended(first) == FINISHED
+    assert not difference(calm.folder, case.folder)
+
+
+def _wait(here: Path, go: Path) -> None:
+    here.touch()
+    while not go.exists():
+        time.sleep(0.01)
+
+
+def two(case: Case, before: Callable[[], Any] | None = None) -> list[int]:
+    """Two processes of one run, as torchrun starts them; something befalls the second."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    case.config.save(file := case.folder.path.with_name("config.yaml"))
+    words = ["train", "--resume", "--config", str(file), "--out", str(case.folder.path)]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    both = [
+        start(
+            words,
+            case.log,
+            before=before if rank == 1 else None,
+            environment={**address, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    return [ended(process) for process in both]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes would want two GPUs")
+def test_processes_of_one_run_stop_together(calm: Case, tmp_path: Path) -> None:
+    """A signal that one of them gets stops both after the same step, and nothing is lost."""
+    cases = [replace(calm, folder=RunFolder(tmp_path / str(i) / "run")) for i in range(3)]
+    for case in cases:
+        case.folder.path.parent.mkdir()
+    assert two(cases[0]) == [FINISHED] * 2
+    stop = at_step(7, functools.partial(signal.raise_signal, signal.SIGTERM))
+    assert two(cases[1], stop) == [STOPPED] * 2
+    assert cases[1].folder.checkpoints[-1].name == "checkpoint-7"
+    assert two(cases[2], at_step(7, kill)) == [FAILED, -signal.SIGKILL]
+    told = cases[2].log.read_text()
+    assert re.search("error: Another process of this run ended, .*checkpoint-4; --resume", told)
+    assert "Traceback" not in told
+    for case in cases[1:]:
+        assert two(case) == [FINISHED] * 2, case.log.read_text()
+        assert not difference(cases[0].folder, case.folder)
+
+
+def test_kills_at_random_moments(calm: Case, tmp_path: Path) -> None:
+    """The script of benchmarks, small: the moments are other ones every time."""
+    config = replace(calm.config, steps=60, save_every=4, evaluate_every=20)
+    undisturbed = replace(calm, folder=RunFolder(tmp_path / "calm"), config=config)
+    assert ended(undisturbed.session()) == FINISHED
+    folder = RunFolder(tmp_path / "run")
+    fell = killed(config, folder, kills=4, seed=time.time_ns())
+    assert sum(fell[kind] for kind in ("starting", "training", "saving")) == 4
+    assert not difference(undisturbed.folder, folder)
