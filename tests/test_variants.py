@@ -107,6 +107,8 @@ def test_every_row_has_its_formula() -> None:
 def test_names() -> None:
     assert sr.variant("softmax_l2") == sr.variant("norm")
     assert sr.variant("taylor:4") == sr.variant("taylor", order=4)
+    assert [sr.variant("taylor", order=n).floor for n in range(5)] == [0, 1, 0, 1, 0]
+    assert sr.variant("taylor_elu:3").floor == 0
     assert sr.variant("taylor", order=0).order == 0
     with pytest.raises(ValueError, match="Did you mean 'linear_elu'"):
         sr.variant("linear_elo")

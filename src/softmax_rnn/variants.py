@@ -11,6 +11,10 @@ from softmax_rnn.spec import AttentionSpec as Spec
 # The authors clamp the score at 5 before the exponential in every ablation marked c5.
 _C5 = 5.0
 
+# An odd polynomial of the score is negative below -1 or so, its row sum crosses zero, and the plain
+# quotient does not train. It is kept where the paper's other sums are: max(sum, 1).
+_ODD_FLOOR = 1.0
+
 # Families take an order: `variant("taylor", order=4)` or "taylor:4"; the table shows order 2.
 FAMILIES = ("taylor", "taylor_elu", "taylor_relu", "taylor_cosine", "power")
 
@@ -126,7 +130,10 @@ def variant(name: str, *, order: int | None = None) -> Spec:
             f"variant {family!r} has no order (given: {order!r}); "
             f"those with one: {', '.join(FAMILIES)}."
         )
-    return dataclasses.replace(_TABLE[family], order=order)
+    spec = dataclasses.replace(_TABLE[family], order=order)
+    if spec.series == "taylor" and spec.row_sum and not spec.sign_definite:
+        return dataclasses.replace(spec, floor=_ODD_FLOOR)
+    return spec
 
 
 def resolve(spec: Spec | str) -> Spec:
