@@ -84,7 +84,7 @@ def test_processes_of_one_run_stop_together(calm: Case, tmp_path: Path) -> None:
 
 def test_kills_at_random_moments(calm: Case, tmp_path: Path) -> None:
     """The script of benchmarks, small: the moments are other ones every time."""
-    config = replace(calm.config, steps=60, save_every=4, evaluate_every=20)
+    config = replace(calm.config, steps=240, save_every=8, evaluate_every=80)
     undisturbed = replace(calm, folder=RunFolder(tmp_path / "calm"), config=config)
     assert ended(undisturbed.session()) == FINISHED
     folder = RunFolder(tmp_path / "run")
