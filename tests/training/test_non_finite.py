@@ -46,12 +46,12 @@ def test_a_non_finite_step_stops_before_the_update(
     assert_same_run(train(config, folder.path, resume=True), train(config, tmp_path / "well"))
 
 
-@pytest.mark.parametrize("bad", [{5}, {7, 8}, {11, 12}])
+@pytest.mark.parametrize("bad", [{1, 2, 3, 4}, {5}, {7, 8}, {11, 12}])
 def test_steps_that_are_not_finite_may_be_skipped(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: set[int]
 ) -> None:
     """They change no weight and enter no mean; resumed in their midst, the run is the same."""
-    config = tiny(texts, skip_non_finite=2, keep_checkpoints=9)
+    config = tiny(texts, skip_non_finite=4, keep_checkpoints=9)
     original = Trainer.training_step
     weight_before: dict[int, torch.Tensor] = {}
 

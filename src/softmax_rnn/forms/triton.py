@@ -51,7 +51,11 @@ def supports(spec: AttentionSpec, device: str) -> bool:
 def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
     """What of these tensors is beyond the kernels, or nothing."""
     width = max(q.shape[-1], v.shape[-1])
-    return f"heads of width {width}" if width > MAX_WIDTH else ""
+    if width > MAX_WIDTH:
+        return f"heads of width {width}"
+    if q.is_cuda and (torch.version.hip or torch.cuda.get_device_capability(q.device) < (8, 0)):
+        return f"{torch.cuda.get_device_name(q.device)}, for which no tile was chosen"
+    return ""
 
 
 @uncompiled  # the autotuner times what it launches: that is not for tracing
@@ -60,8 +64,9 @@ def triton(
 ) -> RowSums:
     """As :func:`softmax_rnn.forms.dense.dense`, without the T x S weights, on a GPU.
 
-    Deterministic. Half types accumulate in float32; float32 products are exact unless PyTorch's own
-    may be in TF32 (``torch.backends.cuda.matmul.fp32_precision``).
+    Deterministic for a given choice of tiles, which the autotuner makes anew in each process. Half
+    types accumulate in float32; float32 products are exact unless PyTorch's own may be in TF32
+    (``torch.backends.cuda.matmul.fp32_precision``).
     """
     unsafe = spec.clamp is None or spec.clamp > _SAFE_SCORE or spec.is_quotient
     shifted = spec.series == "exp" and unsafe

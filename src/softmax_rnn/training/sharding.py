@@ -57,7 +57,12 @@ class ShardingTrainer(Trainer):
             self._save(output_dir, state_dict=state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=_WHOLE)
+        raw = self.optimizer.optimizer
+        fresh = not raw.state  # every step so far was skipped
+        state = get_optimizer_state_dict(self.model, raw, options=_WHOLE)
+        if fresh:  # to have something to return, that call made an update of nothing
+            raw.state.clear()
+            state["state"] = {}
         if self.args.should_save:
             torch.save(state, Path(output_dir, _OPTIMIZER))
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
@@ -75,6 +80,8 @@ class ShardingTrainer(Trainer):
         )
         raw = self.optimizer.optimizer
         set_optimizer_state_dict(self.model, raw, optimizer, options=_WHOLE)
+        if not optimizer["state"]:
+            raw.state.clear()
         for group in raw.param_groups:
             group["betas"] = tuple(group["betas"])  # a list by now; the next file is to be the same
         self.lr_scheduler.load_state_dict(scheduler)

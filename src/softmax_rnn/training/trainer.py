@@ -104,7 +104,7 @@ class SpecTrainer(ShardingTrainer):
         try:
             super().train(resume_from_checkpoint=None if start is None else str(start))
         except RuntimeError as error:
-            if not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
+            if not _of_other_processes(error):
                 raise
             raise ChildProcessError(
                 f"Another process of this run ended, or cannot be reached ({error}). Last "
@@ -253,6 +253,8 @@ class SpecTrainer(ShardingTrainer):
             if self.is_world_process_zero():
                 self._complete(aside / name, losses)
         except (OSError, SafetensorError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or _of_other_processes(error):
+                raise
             free = shutil.disk_usage(self.folder.path).free / 2**20
             raise CheckpointError(
                 f"{name} could not be written: {error}. Its disk has {free:,.0f} MiB left. "
@@ -287,6 +289,10 @@ class SpecTrainer(ShardingTrainer):
             states = torch.load(path, weights_only=True)
         name, keys, *rest = states["numpy"]
         torch.save({**states, "numpy": (name, keys.tolist(), *rest)}, path)
+
+
+def _of_other_processes(error: Exception) -> bool:
+    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
 
 
 def _arguments(config: RunConfig, folder: RunFolder) -> TrainingArguments:
