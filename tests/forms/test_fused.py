@@ -131,6 +131,7 @@ def test_what_the_kernels_of_a_gpu_refuse(
 ) -> None:
     """Auto says once that it takes another form; who asks for this one is told why not."""
     monkeypatch.setattr(fused, "_has_flash", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     dispatch._warn_once.cache_clear()
     detached = AttentionSpec(denominator="detached_sum")
 

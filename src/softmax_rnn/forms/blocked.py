@@ -13,34 +13,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from softmax_rnn.forms.row_sums import RowSums, compute_dtype, in_own_precision
-from softmax_rnn.series import PowerSeries
+from softmax_rnn.forms.weight import Weight
 from softmax_rnn.spec import AttentionSpec
 
 BLOCK = 128  # queries a block
 # Scores of one step, in elements: on a CPU they should stay in its cache.
 _CPU_SCORES, _GPU_SCORES = 2**21, 2**27
-# Above this bound exp(score) may overflow.
-_SAFE_SCORE = 50.0
-
-
-class _Weight(NamedTuple):
-    """The weight as a function of ``q . k``, and which keys a row sees."""
-
-    series: PowerSeries
-    scale: float
-    clamp: float | None
-    causal: bool
-    shifted: bool  # whether the row maximum is taken out of the exponent
 
 
 def blocked(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, causal: bool, mask: Tensor | None
 ) -> RowSums:
     """As :func:`softmax_rnn.forms.dense.dense`, without the T x S weights."""
-    unsafe = spec.clamp is None or spec.clamp > _SAFE_SCORE or spec.is_quotient
-    shifted = spec.series == "exp" and unsafe
-    scale = spec.score_scale(q.shape[-1])
-    weight = _Weight(PowerSeries.of(spec), scale, spec.clamp, causal, shifted)
+    weight = Weight.of(spec, q.shape[-1], causal)
     numerator, weight_sum, log_scale = _BlockedSums.apply(q, k, v, mask, weight)
     return RowSums(numerator, weight_sum, log_scale if weight.shifted else None)
 
@@ -57,7 +42,7 @@ class _Step(NamedTuple):
 class _Blocks:
     """q, k, v as [B*Hkv, G, T, D], [B*Hkv, S, D], [B*Hkv, S, E], and the walk over their blocks."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weight: _Weight):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weight: Weight):
         self.queries, kv_heads, self.keys = q.shape[2], k.shape[1], k.shape[2]
         self.groups = q.shape[1] // kv_heads
         self.weight, self.dtype = weight, compute_dtype(q.dtype)
@@ -121,7 +106,7 @@ class _BlockedSums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weight: _Weight
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weight: Weight
     ) -> tuple[Tensor, Tensor, Tensor]:
         blocks = _Blocks(q, k, v, mask, weight)
         numerator = q.new_empty(*blocks.q.shape[:-1], v.shape[-1], dtype=blocks.dtype)
@@ -156,7 +141,7 @@ class _BlockedSums(torch.autograd.Function):
         ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
         q, k, v, mask, maximum = ctx.saved_tensors
-        weight: _Weight = ctx.weight
+        weight: Weight = ctx.weight
         blocks = _Blocks(q, k, v, mask, weight)
         slope = weight.series.derivative()
         dq, dk, dv = (

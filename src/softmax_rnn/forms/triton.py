@@ -12,7 +12,7 @@ import importlib.util
 import os
 from contextlib import nullcontext
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,11 @@ from torch.autograd.function import once_differentiable
 
 from softmax_rnn.forms.channels import uncompiled
 from softmax_rnn.forms.row_sums import RowSums, compute_dtype
-from softmax_rnn.series import PowerSeries
+from softmax_rnn.forms.weight import Weight
 from softmax_rnn.spec import AttentionSpec
 
 MAX_WIDTH = 256
 MAX_ORDER = 64  # of a series: its steps are unrolled
-# Above this bound exp(score) may overflow.
-_SAFE_SCORE = 50.0
 # Rows of the tile that stays and of those it meets, warps and pipeline stages, to choose from: by
 # the bytes of a row that products take, where the products are not of tensor cores twice as many.
 # Of each size at least one choice keeps to the registers (ptxas, for compute capability 8.0, 9.0).
@@ -68,22 +66,8 @@ def triton(
     types accumulate in float32; float32 products are exact unless PyTorch's own may be in TF32
     (``torch.backends.cuda.matmul.fp32_precision``).
     """
-    unsafe = spec.clamp is None or spec.clamp > _SAFE_SCORE or spec.is_quotient
-    shifted = spec.series == "exp" and unsafe
-    weight = _Weight(
-        PowerSeries.of(spec), spec.score_scale(q.shape[-1]), spec.clamp, causal, shifted
-    )
+    weight = Weight.of(spec, q.shape[-1], causal)
     return RowSums(*_TritonSums.apply(q, k, v, mask, weight))
-
-
-class _Weight(NamedTuple):
-    """The weight as a function of ``q . k``, and which keys a row sees."""
-
-    series: PowerSeries
-    scale: float
-    clamp: float | None
-    causal: bool
-    shifted: bool  # whether the row maximum is taken out of the exponent
 
 
 class _TritonSums(torch.autograd.Function):
@@ -91,7 +75,7 @@ class _TritonSums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weight: _Weight
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weight: Weight
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         if mask is not None:
             mask = mask.expand(*q.shape[:3], k.shape[2]).view(torch.uint8)
@@ -123,7 +107,7 @@ def _launch(
     name: str,
     tensors: tuple[Tensor | None, ...],
     strided: tuple[Tensor | None, ...],
-    weight: _Weight,
+    weight: Weight,
 ) -> None:
     """Run a kernel, a program for every tile and head; q, k, v and mask lead ``tensors``."""
     q, k, v, mask = tensors[:4]
