@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,20 @@ def test_saved_and_restored(tmp_path: Path, batch: dict[str, torch.Tensor]) -> N
         for each in (cache, restored)
     ]
     assert torch.equal(*after)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.9])
+def test_a_file_cut_short_is_named(
+    tmp_path: Path, batch: dict[str, torch.Tensor], share: float
+) -> None:
+    cache, path = sr.RecurrentCache(), tmp_path / "cache.safetensors"
+    build("taylor:2")(**batch, past_key_values=cache)
+    cache.save(path)
+    os.truncate(path, int(share * path.stat().st_size))
+    with pytest.raises(
+        ValueError, match="is not what RecurrentCache.save wrote"
+    ):
+        sr.RecurrentCache.load(path)
 
 
 def test_batches_can_be_picked_repeated_and_reset(batch: dict[str, torch.Tensor]) -> None:

@@ -78,6 +78,14 @@ def test_prepare(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shard.name in capsys.readouterr().err
 
 
+def test_prepare_is_stopped(
+    texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "load_corpus", lambda *_, **__: signal.raise_signal(15))
+    assert main(["prepare", str(texts)]) == 75
+    assert capsys.readouterr().err == "Stopped by SIGTERM; the same command goes on\n"
+
+
 def test_reproduce_dry_run_and_claims(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -64,19 +64,25 @@ class RecurrentCache(Cache):
     def load(
         cls, path: str | os.PathLike[str], device: torch.device | str = "cpu"
     ) -> RecurrentCache:
-        """Read what :meth:`save` has written."""
+        """Read what :meth:`save` has written.
+
+        Raises:
+            ValueError: for any other file, or one that is damaged.
+        """
         cache = cls()
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            metadata = file.metadata() or {}
-            if "states" not in metadata:
-                raise ValueError(f"{path} was not written by RecurrentCache.save.")
-            for index, state in enumerate(json.loads(metadata["states"])):
-                cache.layer(index).state = State(
-                    AttentionSpec.from_dict(state["spec"]),
-                    file.get_tensor(f"{index}.sums"),
-                    file.get_tensor(f"{index}.visible"),
-                    state["tokens"],
-                )
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                for index, state in enumerate(json.loads((file.metadata() or {})["states"])):
+                    cache.layer(index).state = State(
+                        AttentionSpec.from_dict(state["spec"]),
+                        file.get_tensor(f"{index}.sums"),
+                        file.get_tensor(f"{index}.visible"),
+                        state["tokens"],
+                    )
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is not what RecurrentCache.save wrote: {type(error).__name__}: {error}"
+            ) from error
         return cache
 
 

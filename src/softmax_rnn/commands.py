@@ -28,7 +28,7 @@ from softmax_rnn.rules import parse_yaml
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.training import PRESETS, RunConfig, train
 from softmax_rnn.training.run import load_corpus
-from softmax_rnn.training.stopping import seconds
+from softmax_rnn.training.stopping import StopRequest, seconds
 from softmax_rnn.variants import variants
 
 DEMO = ("softmax", "norm", "gate", "linear_elu", "linear_relu", "linear_cosine")
@@ -151,9 +151,10 @@ _CORPUS_FIELDS: dict[str, Any] = {
 
 def _prepare(parsed: Namespace) -> int:
     fields = {name: parsed[name] for name in ("corpus", *_CORPUS_FIELDS)}
-    corpus = load_corpus(RunConfig.from_dict(fields), workers=parsed.workers)
-    if parsed.verify:
-        corpus.verify()
+    with StopRequest():
+        corpus = load_corpus(RunConfig.from_dict(fields), workers=parsed.workers)
+        if parsed.verify:
+            corpus.verify()
     for split in ("train", "test"):
         counts = corpus.manifest[split]
         console.print(

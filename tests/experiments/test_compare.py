@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -17,15 +19,16 @@ from rich.console import Console
 
 import softmax_rnn.experiments.compare as compare_module
 import softmax_rnn.experiments.launch as launch_module
+import softmax_rnn.training.stopping as stopping
 from processes import start
 from softmax_rnn.experiments.compare import (
     RunsFailedError,
     compare_configs,
     run_all,
 )
-from softmax_rnn.experiments.launch import LocalLauncher
+from softmax_rnn.experiments.launch import LocalLauncher, _LocalJob
 from softmax_rnn.experiments.run import PlannedRun
-from softmax_rnn.training import train
+from softmax_rnn.training import RunConfig, train
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.stopping import RunStopped
 from tiny import tiny
@@ -89,7 +92,8 @@ def sleepers(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[tuple[str,
     def start(self: object, run: PlannedRun, root: Path, gpu: str | None) -> Any:
         launched.append((run.name.partition("-")[0], gpu))
         wait = seconds / 10 if run.name.startswith("gate") else seconds
-        return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({wait})"])
+        command = [sys.executable, "-c", f"import time; time.sleep({wait})"]
+        return _LocalJob(subprocess.Popen(command, start_new_session=True), root / "log")
 
     monkeypatch.setattr(LocalLauncher, "start", start)
     monkeypatch.setattr(compare_module, "_POLL_SECONDS", 0.01)
@@ -100,12 +104,12 @@ def test_a_stop_leaves_no_run_behind(
     texts: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = sleepers(monkeypatch, 600)
-    processes: list[subprocess.Popen[bytes]] = []
+    jobs: list[_LocalJob] = []
     start = LocalLauncher.start
 
     def remember(*arguments: Any) -> Any:
-        processes.append(start(*arguments))
-        return processes[-1]
+        jobs.append(start(*arguments))
+        return jobs[-1]
 
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
@@ -116,7 +120,7 @@ def test_a_stop_leaves_no_run_behind(
     with pytest.raises(KeyboardInterrupt):
         run_all(runs, tmp_path / "runs", parallel=2, console=console)
     assert len(launched) == 2  # the queued one was never started
-    assert [process.returncode for process in processes] == [-signal.SIGTERM] * 2
+    assert [job.poll() for job in jobs] == [-signal.SIGTERM] * 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -127,12 +131,12 @@ def test_a_signal_is_passed_on_to_the_runs(
     monkeypatch: pytest.MonkeyPatch,
     number: signal.Signals,
 ) -> None:
-    launched, processes = sleepers(monkeypatch, 600), []
+    launched, jobs = sleepers(monkeypatch, 600), []
     start = LocalLauncher.start
 
     def remember(*arguments: Any) -> Any:
-        processes.append(start(*arguments))
-        return processes[-1]
+        jobs.append(start(*arguments))
+        return jobs[-1]
 
     monkeypatch.setattr(LocalLauncher, "start", remember)
     monkeypatch.setattr(compare_module.time, "sleep", lambda _: signal.raise_signal(number))
@@ -141,7 +145,42 @@ def test_a_signal_is_passed_on_to_the_runs(
     with pytest.raises(RunStopped, match=told):
         run_all(runs, tmp_path / "runs", parallel=2, console=console)
     assert len(launched) == 2
-    assert [process.returncode for process in processes] == [-signal.SIGTERM] * 2
+    assert [job.poll() for job in jobs] == [-signal.SIGTERM] * 2
+
+
+def test_the_second_signal_ends_the_runs_at_once(texts: Path, tmp_path: Path) -> None:
+    """Though they would take their time to stop: here, for ever."""
+    words = ["compare", "softmax", *_settings(tiny(texts), tmp_path)]
+    process = start(words, tmp_path / "log", before=_deaf_runs)
+    deaf = tmp_path / "out" / "deaf"
+    while process.is_alive() and not deaf.exists():
+        time.sleep(0.01)
+    assert deaf.exists(), (tmp_path / "log").read_text()
+    run = int(deaf.read_text())
+    while process.is_alive():
+        process.terminate()
+        process.join(0.1)
+    assert process.exitcode == -signal.SIGTERM, (tmp_path / "log").read_text()
+    for _ in range(1000):
+        if not psutil.pid_exists(run) or psutil.Process(run).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.01)
+    os.kill(run, signal.SIGKILL)
+    pytest.fail("the run goes on")
+
+
+def _deaf_runs() -> None:
+    def start(self: object, run: PlannedRun, root: Path, gpu: str | None) -> Any:
+        deaf = "import os, pathlib, signal, time; signal.signal(15, signal.SIG_IGN); " + (
+            f"aside = pathlib.Path({str(root)!r}, 'aside'); aside.parent.mkdir(exist_ok=True); "
+            "aside.write_text(str(os.getpid())); aside.rename(aside.with_name('deaf')); "
+            "time.sleep(600)"
+        )
+        command = [sys.executable, "-c", deaf]
+        return _LocalJob(subprocess.Popen(command, start_new_session=True), root / "log")
+
+    LocalLauncher.start = start  # type: ignore[method-assign]
+    stopping._AGAIN = 0.05
 
 
 def test_how_runs_end_is_told(
@@ -156,7 +195,8 @@ def test_how_runs_end_is_told(
 
     def start(self: object, run: PlannedRun, root: Path, gpu: str | None) -> Any:
         end = ends[run.name.partition("-")[0]]
-        return subprocess.Popen([sys.executable, "-c", f"import os, sys; {end}"])
+        command = [sys.executable, "-c", f"import os, sys; {end}"]
+        return _LocalJob(subprocess.Popen(command), root / "log")
 
     monkeypatch.setattr(LocalLauncher, "start", start)
     monkeypatch.setattr(compare_module, "_POLL_SECONDS", 0.01)
@@ -170,15 +210,19 @@ def test_how_runs_end_is_told(
         run_all(runs[:1], tmp_path, console=console)
 
 
+def _settings(config: RunConfig, path: Path) -> list[str]:
+    """The options of a comparison."""
+    fields = config.to_dict()
+    del fields["attention"], fields["seed"]
+    (path / "config.yaml").write_text(yaml.safe_dump(fields))
+    return ["--config", str(path / "config.yaml"), "--out", str(path / "out")]
+
+
 def test_a_comparison_goes_on_after_a_signal(texts: Path, tmp_path: Path) -> None:
     """SIGTERM to the command saves its runs; given again, it ends as if there had been none."""
     config = tiny(texts, steps=200, log_every=1, evaluate_every=200, save_every=200)
-    fields = config.to_dict()
-    del fields["attention"], fields["seed"]
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(fields))
     run = RunFolder(tmp_path / "out" / "softmax-seed0")
-    words = ["compare", "softmax", "--config", str(tmp_path / "config.yaml")]
-    process = start([*words, "--out", str(tmp_path / "out")], tmp_path / "log")
+    process = start(["compare", "softmax", *_settings(config, tmp_path)], tmp_path / "log")
     while process.is_alive() and (run.metrics.empty or run.metrics.step.max() < 5):
         time.sleep(0.01)
     process.terminate()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import os
 import signal
+import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -13,9 +17,14 @@ import submitit
 from rich.console import Console
 
 import softmax_rnn.experiments.compare as compare_module
+import softmax_rnn.experiments.launch as launch_module
+from processes import at_step
+from softmax_rnn.errors import ExitCode
 from softmax_rnn.experiments import compare_configs, run_all
+from softmax_rnn.experiments.compare import RunsFailedError
 from softmax_rnn.experiments.launch import ClusterLauncher, _Training, launcher
 from softmax_rnn.training.folder import RunFolder
+from softmax_rnn.training.stopping import RunStopped
 from tiny import tiny
 
 
@@ -43,7 +52,12 @@ def test_a_job_that_is_stopped_early_is_queued_again(texts: Path, tmp_path: Path
     assert again.function is work  # which resumes: the folder says where
 
 
-def test_a_job_that_is_preempted_saves_and_goes_on_by_itself(texts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "signals", [(signal.SIGUSR2,), (signal.SIGTERM, signal.SIGUSR2)], ids=["warned", "preempted"]
+)
+def test_a_job_that_is_preempted_saves_and_goes_on_by_itself(
+    texts: Path, tmp_path: Path, signals: tuple[signal.Signals, ...]
+) -> None:
     """The signal that submitit has Slurm send: after it there is a checkpoint of that very step."""
     config = tiny(texts, steps=200, log_every=1, evaluate_every=200, save_every=200)
     executor = submitit.LocalExecutor(tmp_path / "jobs")
@@ -54,12 +68,45 @@ def test_a_job_that_is_preempted_saves_and_goes_on_by_itself(texts: Path, tmp_pa
         assert not job.done(), job.stderr()
         time.sleep(0.01)
     (task,) = psutil.Process(int(job.job_id)).children()
-    task.send_signal(signal.SIGUSR2)
-    assert job.result() == str(folder.path)
+    for number in signals:
+        task.send_signal(number)
+        while number != signals[-1] and not folder.checkpoints:
+            time.sleep(0.01)  # it has stopped long before Slurm sends the next
+    assert job.result() == ExitCode.FINISHED
     assert folder.finished
     (session,) = folder.environment["sessions"]
     assert 5 <= int(session["start"].partition("-")[2]) < 200
     assert list(folder.metrics.step) == list(range(1, 201))
+
+
+def test_how_jobs_end_is_told(
+    texts: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was stopped can go on; of one that failed the end of its log is shown."""
+    executor = submitit.LocalExecutor(tmp_path / "jobs")
+    executor.update_parameters(timeout_min=2)
+    cluster = ClusterLauncher(executor, slots=2)
+    monkeypatch.setattr(compare_module, "launcher", lambda *_: cluster)
+    root = tmp_path / "runs"
+    bad = compare_configs(["norm"], [0], tiny(texts, vocab_size=100), root)
+    with pytest.raises(RunsFailedError, match=r"(?s)norm-seed0: exit code 1.*has 257 ids"):
+        run_all(bad, root, cluster="slurm", console=console)
+    stopped = compare_configs(["gate"], [0], tiny(texts), root)
+    monkeypatch.setattr(launch_module, "_Training", _Stopped)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # where the job finds that
+    with pytest.raises(RunStopped, match="^Stopped with 1 of 1 runs unfinished"):
+        run_all(stopped, root, cluster="slurm", console=console)
+
+
+@dataclass
+class _Stopped(_Training):
+    """A job that gets SIGTERM, and nothing after it."""
+
+    patience: float = 0.0
+
+    def __call__(self) -> int:
+        at_step(3, functools.partial(signal.raise_signal, signal.SIGTERM))()
+        return super().__call__()
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from softmax_rnn.report.html import Place, page
 from softmax_rnn.report.style import style
 from softmax_rnn.report.table import cells, results
 from softmax_rnn.training.folder import RunFolder
-from softmax_rnn.variants import variants
+from softmax_rnn.variants import variant, variants
 
 
 @pytest.fixture
@@ -75,6 +75,21 @@ def test_runs_under_other_conditions_are_refused(
     runs = [made_up(tmp_path, "softmax", 0, 1.5), made_up(tmp_path, "norm", 0, 1.5, **fields)]
     with pytest.raises(ValueError, match=f"softmax-0 .*norm-0 .*cannot be compared: .*{message}"):
         results(runs)
+
+
+def test_a_variant_that_was_another_one_is_refused(tmp_path: Path) -> None:
+    """Its name alone would pass; a folder that does not say what it meant does."""
+    run = made_up(tmp_path, "taylor:3", 0, 1.5)
+    results([run])
+    record = run.environment
+    for then, same in ((variant("taylor:3"), True), (variant("taylor:4"), False)):
+        run.environment_file.write_text(json.dumps({**record, "attention": then.to_dict()}))
+        if same:
+            results([run])
+        else:
+            told = r"'taylor:3' as it was defined then \(order: 4 there, 3 now; floor: 0.0 there"
+            with pytest.raises(ValueError, match=told):
+                results([run])
 
 
 def test_other_numbers_of_test_blocks_are_refused(tmp_path: Path) -> None:

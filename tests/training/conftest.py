@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import multiprocessing
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,6 +17,15 @@ from softmax_rnn.training.folder import RunFolder
 from tiny import tiny
 
 gc.freeze()  # each training begins with a collection, which need not look at what was imported
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """What a failed test leaves running would keep pytest from ending."""
+    yield
+    for process in multiprocessing.active_children():
+        process.kill()
+        process.join()
 
 
 @pytest.fixture(scope="session")

@@ -67,9 +67,8 @@ def half(case: Case) -> None:
 
 
 def ended(process: Any) -> int:
-    process.join(60)
+    process.join(300)  # on a busy machine all takes its time
     if process.exitcode is None:
-        process.kill()
         pytest.fail("it hangs")
     return int(process.exitcode)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,9 +55,12 @@ def test_steps_that_are_not_finite_may_be_skipped(
     config = tiny(texts, skip_non_finite=4, keep_checkpoints=9)
     original = Trainer.training_step
     weight_before: dict[int, torch.Tensor] = {}
+    spent: list[float] = []
 
     def step(self: Any, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        began = time.perf_counter()
         loss = original(self, model, *args, **kwargs)
+        spent.append(time.perf_counter() - began)
         now = self.state.global_step + 1
         weight_before[now] = model.lm_head.weight.detach().clone()
         if now not in bad:
@@ -76,6 +80,8 @@ def test_steps_that_are_not_finite_may_be_skipped(
     assert folder.summary["skipped_steps"] == len(bad)
     assert folder.summary["tokens"] == 12 * config.tokens_per_step
     assert folder.metrics.loss.between(1, 10).all()
+    if 12 not in bad:  # a row takes the time of those before it that had no loss
+        assert folder.summary["seconds"] >= sum(spent)
     lost = {2 * row for row in range(1, 7) if {2 * row - 1, 2 * row} <= bad}
     assert set(folder.metrics.step) == set(range(2, 13, 2)) - lost  # no step of theirs had a loss
     shutil.copytree(folder.path, tmp_path / "cut")
@@ -85,6 +91,16 @@ def test_steps_that_are_not_finite_may_be_skipped(
         shutil.rmtree(path)
     assert_same_run(train(config, cut.path, resume=True), folder)
     assert cut.events == folder.events
+
+
+def test_a_run_without_any_update_has_no_results(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Trainer.training_step
+    monkeypatch.setattr(Trainer, "training_step", lambda *args: original(*args) * float("nan"))
+    with pytest.raises(NonFiniteError, match="None of the 12 steps made an update"):
+        train(tiny(texts, skip_non_finite=12), tmp_path / "run")
+    assert not RunFolder(tmp_path / "run").finished
 
 
 def test_one_step_too_many_that_is_not_finite_stops(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
@@ -9,7 +10,7 @@ import time
 import pytest
 
 import softmax_rnn.training.stopping as stopping
-from softmax_rnn.training.stopping import RunStopped, StopRequest, seconds
+from softmax_rnn.training.stopping import RunStopped, StopRequest, foremost, seconds
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def test_what_is_no_duration_is_named(text: str) -> None:
 def test_a_wish_is_raised_until_it_is_deferred(name: str) -> None:
     number = signal.Signals[name]
     before = signal.getsignal(number)
-    with StopRequest(), pytest.raises(RunStopped, match=f"^Stopped by {name} before") as stopped:
+    with StopRequest(), pytest.raises(RunStopped, match=f"^Stopped by {name}$") as stopped:
         signal.raise_signal(number)
     assert stopped.value.code == number
     with StopRequest() as stop:
@@ -51,6 +52,19 @@ def test_what_announces_the_end_is_not_the_first_of_two(monkeypatch: pytest.Monk
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)  # passed on by a parent
         assert stop.code == signal.SIGUSR1
+
+
+def test_the_signal_of_a_scheduler_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where SIGTERM comes first: after it the run is queued again."""
+    for first, second in itertools.permutations((signal.SIGTERM, signal.SIGUSR2)):
+        with StopRequest() as stop:
+            stop.defer()
+            signal.raise_signal(first)
+            signal.raise_signal(second)
+            assert stop.code == signal.SIGUSR2
+    codes = (0, signal.SIGALRM, signal.SIGTERM, signal.SIGUSR2, signal.SIGTERM)
+    assert foremost(codes) == signal.SIGUSR2
+    assert foremost((0, 0)) == 0
 
 
 def test_time_is_a_wish_like_others() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import resource
 import signal
 import socket
 import time
@@ -29,8 +30,10 @@ def test_two_processes_on_one_folder(calm: Case, tmp_path: Path) -> None:
     first = case.session(at_step(7, functools.partial(_wait, *signs)))
     while first.is_alive() and not signs[0].exists():
         time.sleep(0.01)
-    code, told = ended(case.session()), case.log.read_text()
-    signs[1].touch()
+    try:
+        code, told = ended(case.session()), case.log.read_text()
+    finally:
+        signs[1].touch()
     assert code == WRONG
     assert re.search(r"run is in use by process \d+ on .*: wait for it", told)
     assert ended(first) == FINISHED
@@ -43,8 +46,8 @@ def _wait(here: Path, go: Path) -> None:
         time.sleep(0.01)
 
 
-def two(case: Case, before: Callable[[], Any] | None = None) -> list[int]:
-    """Two processes of one run, as torchrun starts them; something befalls the second."""
+def two(case: Case, before: Callable[[], Any] | None = None, rank: int = 1) -> list[int]:
+    """Two processes of one run, as torchrun starts them; something befalls one of them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -55,10 +58,10 @@ def two(case: Case, before: Callable[[], Any] | None = None) -> list[int]:
         start(
             words,
             case.log,
-            before=before if rank == 1 else None,
-            environment={**address, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            before=before if each == rank else None,
+            environment={**address, "RANK": str(each), "LOCAL_RANK": str(each)},
         )
-        for rank in range(2)
+        for each in range(2)
     ]
     return [ended(process) for process in both]
 
@@ -80,6 +83,37 @@ def test_processes_of_one_run_stop_together(calm: Case, tmp_path: Path) -> None:
     for case in cases[1:]:
         assert two(case) == [FINISHED] * 2, case.log.read_text()
         assert not difference(cases[0].folder, case.folder)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes would want two GPUs")
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_fails_in_one_process_fails_in_all(
+    calm: Case, tmp_path: Path, rank: int, sharded: bool
+) -> None:
+    """The first alone writes weights; each writes its random numbers."""
+    config = replace(calm.config, fsdp=sharded)
+    case = replace(calm, folder=RunFolder(tmp_path / "run"), config=config)
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (2_000, 2_000))
+    assert two(case, at_step(7, limit), rank) == [FAILED] * 2
+    told = case.log.read_text()
+    assert "checkpoint-8 could not be written: " in told
+    assert "error: Another process of this run failed; it tells why." in told
+    assert "Traceback" not in told
+    assert two(case) == [FINISHED] * 2
+    assert not list(case.folder.path.glob(".*"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes would want two GPUs")
+def test_a_folder_in_use_is_told_to_all_processes(calm: Case, tmp_path: Path) -> None:
+    """Only the first of them looks."""
+    case = replace(calm, folder=RunFolder(tmp_path / "run"))
+    case.folder.make()
+    with case.folder.locked():
+        assert sorted(two(case)) == [FAILED, WRONG]
+    told = case.log.read_text()
+    assert "run is in use by process" in told
+    assert "error: Another process of this run failed; it tells why." in told
 
 
 def test_kills_at_random_moments(calm: Case, tmp_path: Path) -> None:

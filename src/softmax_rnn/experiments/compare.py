@@ -25,7 +25,7 @@ from rich.table import Column
 
 from softmax_rnn.errors import ExitCode
 from softmax_rnn.experiments.launch import Job, Launcher, launcher
-from softmax_rnn.experiments.run import PlannedRun, log_file
+from softmax_rnn.experiments.run import PlannedRun
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder
@@ -104,13 +104,16 @@ def run_all(
         console.print(f"{len(waiting)} runs, {len(launch.slots)} at a time, {launch}, in {root}")
         stop.defer()
         with _progress(console) as progress:
-            codes = _work(waiting, root, launch, stop, progress)
+            ended = _work(waiting, root, launch, stop, progress)
     unfinished = [run for run in waiting if not run.folder.finished]
-    failed = [run for run in unfinished if codes.get(run.folder.path) not in (None, _STOPPED)]
+    failed = {
+        run.label(root): job
+        for run in unfinished
+        if (job := ended.get(run.folder.path)) and job.poll() != _STOPPED
+    }
     if failed and not stop.code:
         ends = "\n".join(
-            f"--- {run.label(root)}: {_ended(codes[run.folder.path])}\n{_tail(log_file(run, root))}"
-            for run in failed
+            f"--- {label}: {_ended(job.poll())}\n{_tail(job.log)}" for label, job in failed.items()
         )
         raise RunsFailedError(f"{len(failed)} of {len(waiting)} runs did not finish.\n{ends}")
     if unfinished:
@@ -132,13 +135,13 @@ def _check(runs: Sequence[PlannedRun]) -> None:
 
 def _work(
     runs: Sequence[PlannedRun], root: Path, launch: Launcher, stop: StopRequest, progress: Progress
-) -> dict[Path, int]:
+) -> dict[Path, Job]:
     """Keep every slot busy until all runs are done, or somebody asks to stop.
 
     However it ends, no run is left running: one that is stopped leaves a folder to go on with.
 
     Returns:
-        The exit codes of the runs that ended by themselves, by their folders.
+        The runs that ended by themselves, by their folders.
     """
     width = max(len(run.label(root)) for run in runs)
     bars: dict[Path, TaskID] = {
@@ -149,7 +152,13 @@ def _work(
     }
     waiting, slots = deque(runs), list(launch.slots)
     running: list[tuple[PlannedRun, str | None, Job]] = []
-    codes: dict[Path, int] = {}
+    ended: dict[Path, Job] = {}
+
+    def kill() -> None:
+        for _, _, started in running:
+            started.kill()
+
+    stop.at_once = kill
     try:
         while (waiting or running) and not stop.code:
             while waiting and slots:
@@ -164,7 +173,7 @@ def _work(
                 news = f"loss {row['loss']:.3f}" if row else "starting"
                 progress.update(bar, completed=row["step"] if row else 0, news=news)
                 if code is not None:
-                    codes[run.folder.path] = code
+                    ended[run.folder.path] = started
                     running.remove(job)
                     slots.append(slot)
                     progress.stop_task(bar)
@@ -175,7 +184,7 @@ def _work(
             started.terminate()
         for _, _, started in running:
             started.wait()
-    return codes
+    return ended
 
 
 def _progress(console: Console) -> Progress:
@@ -197,7 +206,8 @@ def _outcome(run: PlannedRun, code: int) -> str:
     return f"test loss {summary['test_loss']:.4f} in {summary['seconds']:.0f} s"
 
 
-def _ended(code: int) -> str:
+def _ended(code: int | None) -> str:
+    assert code is not None
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,16 +27,23 @@ _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": 
 
 
 class Job(Protocol):
-    """A run that was started; a process is one."""
+    """A run that was started."""
+
+    @property
+    def log(self) -> Path:
+        """What it prints."""
 
     def poll(self) -> int | None:
-        """``None`` while it runs."""
+        """Its exit code; ``None`` while it runs."""
 
     def terminate(self) -> None:
         """Ask it to stop; it leaves a folder to go on with."""
 
     def wait(self) -> object:
         """Until it has stopped."""
+
+    def kill(self) -> None:
+        """End it, saved or not."""
 
 
 class Launcher(Protocol):
@@ -75,7 +83,7 @@ class LocalLauncher:
         run.config.save(config)
         command = [sys.executable, "-m", "softmax_rnn", "train", "--resume"]
         with log.open("a") as output:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [*command, "--config", str(config), "--out", str(run.folder.path)],
                 env=_environment(self.threads, slot),
                 stdin=subprocess.DEVNULL,
@@ -83,6 +91,7 @@ class LocalLauncher:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C reaches it once, from us
             )
+        return _LocalJob(process, log)
 
 
 class ClusterLauncher:
@@ -141,8 +150,9 @@ class _Training:
 
     config: RunConfig
     path: Path
+    patience: float = 30.0  # seconds from SIGTERM to the end of a job, on most clusters
 
-    def __call__(self) -> str:
+    def __call__(self) -> int:
         import submitit
 
         job = submitit.JobEnvironment()
@@ -151,10 +161,12 @@ class _Training:
         try:
             train(self.config, self.path, resume=True)
         except RunStopped as stopped:
-            if stopped.code != job._usr_sig():
-                raise SystemExit(ExitCode.STOPPED) from stopped
-            signal.raise_signal(stopped.code)  # to submitit, now that the run is saved: it requeues
-        return str(self.path)
+            if stopped.code == job._usr_sig():
+                signal.raise_signal(stopped.code)  # to submitit: it requeues, now that all is saved
+            else:
+                time.sleep(self.patience)  # that signal may be on its way
+            return ExitCode.STOPPED
+        return ExitCode.FINISHED
 
     def checkpoint(self) -> Any:
         """Queue the same again: it goes on from its newest checkpoint."""
@@ -164,11 +176,39 @@ class _Training:
 
 
 @dataclass
+class _LocalJob:
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def wait(self) -> None:
+        self.process.wait()
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+@dataclass
 class _ClusterJob:
     job: Any
 
+    @property
+    def log(self) -> Path:
+        return Path(self.job.paths.stderr)
+
     def poll(self) -> int | None:
-        return 0 if self.job.done() else None
+        if not self.job.done():
+            return None
+        try:
+            return max(self.job.results())
+        except (RuntimeError, OSError):  # it failed, or left no result: killed, cancelled, lost
+            return ExitCode.FAILED
 
     def terminate(self) -> None:
         # Left alone it would still write to its folder when the same command starts the run again.
@@ -176,6 +216,9 @@ class _ClusterJob:
 
     def wait(self) -> None:
         """The cluster ends a cancelled job in its own time."""
+
+    def kill(self) -> None:
+        """The cluster does, soon after it was cancelled."""
 
 
 def _gpus() -> list[str]:

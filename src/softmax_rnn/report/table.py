@@ -69,6 +69,8 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
 
 def require_comparable(runs: Sequence[RunFolder]) -> None:
     """Raise ``ValueError`` unless the runs differ in nothing but attention and seed."""
+    for run in runs:
+        run.check_same_attention()
     first = _conditions(runs[0])
     for run in runs[1:]:
         if differing := differences(first, _conditions(run), "here"):

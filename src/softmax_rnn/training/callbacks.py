@@ -72,6 +72,8 @@ class MetricRows(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if "loss" in logs:
+            if not math.isfinite(logs["loss"]):
+                return  # none of its steps made an update: the next row takes their tokens and time
             self.count(state.global_step - self.steps)  # of sessions before this one
             new = self.count(state.global_step)
             row = {
@@ -82,9 +84,8 @@ class MetricRows(TrainerCallback):
                 "grad_norm": logs["grad_norm"] if math.isfinite(logs["grad_norm"]) else None,
                 "tokens_per_second": new / self.seconds,
             }
-            if math.isfinite(logs["loss"]):  # else none of its steps made an update
-                append_row(self.folder.metrics_file, row)
-                self._look_for_a_spike(state.global_step, logs["loss"])
+            append_row(self.folder.metrics_file, row)
+            self._look_for_a_spike(state.global_step, logs["loss"])
             self.seconds, self.steps = 0.0, 0
         elif "eval_test_loss" in logs:
             rows = read_rows(self.folder.evaluations_file)

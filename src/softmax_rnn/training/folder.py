@@ -1,7 +1,8 @@
 """The folder of one run: what is in it, and reading it back.
 
 config.yaml          the resolved configuration
-environment.json     versions, commit, machine, corpus; those of later sessions under `sessions`
+environment.json     versions, commit, machine, attention in full, corpus; of later sessions the
+                     first three, under `sessions`
 metrics.jsonl        a row a logged step
 evaluations.jsonl    a row an evaluation
 events.jsonl         a row a step without update, and a row a leap of the loss
@@ -35,6 +36,7 @@ from numpy.typing import NDArray
 from softmax_rnn.data.manifest import SPLITS
 from softmax_rnn.files import file_aside, sync, write_json
 from softmax_rnn.rules import MAPPING, TEXT, require, whole
+from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.training.config import RunConfig
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -183,6 +185,22 @@ class RunFolder:
                 f"{self.path} holds a run with another configuration ({differing}). "
                 "Choose another folder, or the same settings."
             )
+        self.check_same_attention()
+
+    def check_same_attention(self) -> None:
+        """Raise ``ValueError`` if its variant's name meant another attention at that time."""
+        environment = self.environment
+        require(self.environment_file, environment, {})
+        if "attention" not in environment:  # of an earlier version
+            return
+        require(self.environment_file, environment, {"attention": MAPPING})
+        then = AttentionSpec.from_dict(environment["attention"])
+        differing = differences(then.to_dict(), self.config.spec.to_dict())
+        if differing:
+            raise ValueError(
+                f"{self.path} holds a run of {self.config.attention!r} as it was defined then "
+                f"({differing}). Choose another folder, or give those fields as the attention."
+            )
 
     def check_same_corpus(self, manifest: dict[str, Any]) -> None:
         """Raise ``ValueError`` if the corpus is not what it was when the run was started."""
@@ -193,9 +211,11 @@ class RunFolder:
                 f"changed ({differing}). Choose another folder, or bring the text back."
             )
 
-    def record_session(self, session: dict[str, Any], manifest: dict[str, Any]) -> None:
-        """Write where a session runs: the first one and its corpus stay, later ones are listed."""
-        record = {**session, "corpus": manifest}
+    def record_session(
+        self, session: dict[str, Any], attention: AttentionSpec, manifest: dict[str, Any]
+    ) -> None:
+        """Write where a session runs; the first one, its attention and corpus stay."""
+        record = {**session, "attention": attention.to_dict(), "corpus": manifest}
         if self.exists:
             record = self.environment
             before = record.get("sessions")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.matmul import widest_float32_products
 from softmax_rnn.training.spikes import loss_spikes
 from softmax_rnn.training.stopping import StopRequest
-from softmax_rnn.training.trainer import SpecTrainer
+from softmax_rnn.training.trainer import NonFiniteError, SpecTrainer
 
 
 def load_corpus(config: RunConfig, *, workers: int | None = None) -> PreparedCorpus:
@@ -145,15 +145,15 @@ def train(
             stop,
             processing_class=load_tokenizer(config.tokenizer),
         )
-        with folder.locked() if trainer.is_world_process_zero() else nullcontext():
-            checkpoint = _start(trainer, resume)
+        with ExitStack() as until_done:
+            checkpoint = _start(trainer, resume, until_done)
             stop.defer()
             trainer.train(resume_from_checkpoint=checkpoint)
             if trainer.tested_at != config.steps:
                 trainer.evaluate()
-            if trainer.is_world_process_zero():
-                _finish(trainer, folder)
-            trainer.accelerator.wait_for_everyone()
+            with trainer.together():
+                if trainer.is_world_process_zero():
+                    _finish(trainer, folder)
     return folder
 
 
@@ -171,28 +171,37 @@ def _check(folder: RunFolder, config: RunConfig, resume: bool) -> None:
         )
 
 
-def _start(trainer: SpecTrainer, resume: bool) -> Path | None:
-    """Make the folder ready, and choose where all processes start: a checkpoint, or None."""
-    folder = trainer.folder
+def _start(trainer: SpecTrainer, resume: bool, until_done: ExitStack) -> Path | None:
+    """Choose where all processes start: a checkpoint, or None. The folder is locked until done."""
     chosen: list[Path | None] = [None]
-    if trainer.is_world_process_zero():
-        _check(folder, trainer.config, resume)  # again: the folder is ours only now
-        remove_leftovers(folder.path)
-        found, skipped = newest_whole(folder.checkpoints)
-        for name, wrong in skipped.items():
-            notice(f"{name} is left out: {wrong}.")
-        session = environment()
-        if folder.exists:
-            session |= {"start": found.name if found else None, "left_out": skipped}
-        folder.record_session(session, trainer.corpus.manifest)
-        trainer.config.save(folder.config_file)
-        folder.rewind(found)
-        chosen = [found]
+    with trainer.together():
+        if trainer.is_world_process_zero():
+            until_done.enter_context(trainer.folder.locked())
+            chosen = [_make_ready(trainer, resume)]
     return broadcast_object_list(chosen)[0]
+
+
+def _make_ready(trainer: SpecTrainer, resume: bool) -> Path | None:
+    """Bring the folder to where the run goes on: the newest whole checkpoint, or nothing."""
+    folder = trainer.folder
+    _check(folder, trainer.config, resume)  # again: the folder is ours only now
+    remove_leftovers(folder.path)
+    found, skipped = newest_whole(folder.checkpoints)
+    for name, wrong in skipped.items():
+        notice(f"{name} is left out: {wrong}.")
+    session = environment()
+    if folder.exists:
+        session |= {"start": found.name if found else None, "left_out": skipped}
+    folder.record_session(session, trainer.config.spec, trainer.corpus.manifest)
+    trainer.config.save(folder.config_file)
+    folder.rewind(found)
+    return found
 
 
 def _finish(trainer: SpecTrainer, folder: RunFolder) -> None:
     metrics, config = folder.metrics, folder.config
+    if metrics.empty:
+        raise NonFiniteError(f"None of the {config.steps} steps made an update.")
     tokens = metrics.tokens.diff().fillna(metrics.tokens)  # a row's own: the last may hold fewer
     last_tenth = metrics.step > min(0.9 * config.steps, metrics.step.iloc[-1] - 1)
     assert trainer.test_losses is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,32 @@ class ShardingTrainer(Trainer):
             prepare = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
             self.accelerator.prepare_model = prepare
 
+    def of_all(self, value: int) -> list[int]:
+        """A value of every process; all of them ask."""
+        if self.args.world_size == 1:
+            return [value]
+        mine = torch.tensor([value], device=self.args.device)
+        values: list[int] = self.accelerator.gather(mine).tolist()
+        return values
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What fails here in one process fails in all, and none is left waiting for another.
+
+        Raises:
+            ChildProcessError: if it failed in another process.
+        """
+        mine: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # of any kind: the others are waiting
+            mine = error
+        failed = any(self.of_all(int(mine is not None)))
+        if mine is not None:
+            raise mine
+        if failed:
+            raise ChildProcessError("Another process of this run failed; it tells why.")
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
@@ -53,8 +81,9 @@ class ShardingTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole weights; all processes call this, one writes."""
         state = get_model_state_dict(self.model, options=_WHOLE)
-        if self.args.should_save:
-            self._save(output_dir, state_dict=state)
+        with self.together():
+            if self.args.should_save:
+                self._save(output_dir, state_dict=state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         raw = self.optimizer.optimizer
@@ -63,9 +92,10 @@ class ShardingTrainer(Trainer):
         if fresh:  # to have something to return, that call made an update of nothing
             raw.state.clear()
             state["state"] = {}
-        if self.args.should_save:
-            torch.save(state, Path(output_dir, _OPTIMIZER))
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
+        with self.together():
+            if self.args.should_save:
+                torch.save(state, Path(output_dir, _OPTIMIZER))
+                torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         weights: dict[str, Any] = load_file(Path(resume_from_checkpoint, _WEIGHTS))

@@ -6,11 +6,14 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 _URGENT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _ANNOUNCING = (signal.SIGUSR1, signal.SIGUSR2)  # of Slurm and submitit: the end is near
+# From the weakest to the one that says the most: an announcement, that the run is to go on.
+_ORDER = (0, *_URGENT, signal.SIGALRM, *_ANNOUNCING)
 _AGAIN = 2.0  # seconds; sooner it is the same wish, sent by a scheduler and passed on by a parent
 _UNITS = (86400, 3600, 60, 1)
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
@@ -21,13 +24,13 @@ class RunStopped(BaseException):
 
     Args:
         code: the signal's number; 0 if it was sent to others.
-        where: what the run had done by then.
+        where: what the run had done by then; nothing if it had not begun.
     """
 
-    def __init__(self, code: int, where: str) -> None:
+    def __init__(self, code: int, where: str = "") -> None:
         names = {0: "", signal.SIGALRM: " by the end of its time"}
         name = names[code] if code in names else f" by {signal.Signals(code).name}"
-        super().__init__(f"Stopped{name} {where}")
+        super().__init__(f"Stopped{name} {where}".rstrip())
         self.code = code
 
 
@@ -42,7 +45,9 @@ class StopRequest:
         after: seconds until time is over, which is a wish like the others; None for no limit.
 
     Attributes:
-        code: the number of the signal that came first; 0 before. SIGALRM's when time is over.
+        code: the number of the signal that came, the :func:`foremost` of several; 0 before.
+            SIGALRM's when time is over.
+        at_once: called when the second signal ends the process.
 
     Raises:
         ValueError: for a limit outside the main thread, where no signal arrives.
@@ -50,6 +55,7 @@ class StopRequest:
 
     def __init__(self, after: float | None = None) -> None:
         self.code = 0
+        self.at_once: Callable[[], object] = lambda: None
         self._after = after
         self._since: float | None = None
         self._deferred = False
@@ -87,13 +93,21 @@ class StopRequest:
         now = time.monotonic()
         if number in _URGENT:
             if self._since is not None and now - self._since >= _AGAIN:
+                self.at_once()
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             self._since = self._since or now
-        if not self.code:
-            self.code = number
-            if not self._deferred:
-                raise RunStopped(number, "before anything was computed")
+        before, self.code = self.code, foremost((self.code, number))
+        if not before and not self._deferred:
+            raise RunStopped(number)
+
+
+def foremost(codes: Iterable[int]) -> int:
+    """Of the signals that several processes got, or one after the other, what decides; 0 is none.
+
+    A scheduler that ends a job early may send SIGTERM first: its own signal still counts.
+    """
+    return max(codes, key=_ORDER.index)
 
 
 def seconds(duration: str) -> float:

@@ -27,10 +27,11 @@ from softmax_rnn.training.checkpoint import CheckpointError, seal
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder, append_row, read_rows, step_of
 from softmax_rnn.training.sharding import ShardingTrainer
-from softmax_rnn.training.stopping import RunStopped, StopRequest
+from softmax_rnn.training.stopping import RunStopped, StopRequest, foremost
 
 # What an array of NumPy's generator is pickled with.
 _NUMPY: list[Any] = [_reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType]
+_NOT_OF_THE_DISK = (torch.OutOfMemoryError, ChildProcessError)
 _PROGRESS = "progress.json"  # in a checkpoint: what its base does not keep
 
 
@@ -147,7 +148,8 @@ class SpecTrainer(ShardingTrainer):
         """The norm before the update; without one if it, or the loss, is not finite."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         loss, self._step_loss = self._step_loss, 0.0
-        if self._most(int(not (math.isfinite(norm) and math.isfinite(loss)))):
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        if not all(self.of_all(int(finite))):
             self._skip(model, {"loss": float(loss), "gradient norm": norm})
         else:
             self._loss_sum = self._loss_sum + loss
@@ -188,20 +190,14 @@ class SpecTrainer(ShardingTrainer):
         mine = torch.as_tensor(self._loss_sum, dtype=torch.float32, device=self.args.device)
         return self.accelerator.gather(mine.reshape(1))
 
-    def _most(self, value: int) -> int:
-        """The largest of all processes' values."""
-        if self.args.world_size == 1:
-            return value
-        mine = torch.tensor([value], device=self.args.device)
-        return int(self.accelerator.gather(mine).max())
-
     def _asked_to_stop(self) -> bool:
-        self._stopped_by = self._most(self.stop.code)
+        self._stopped_by = foremost(self.of_all(self.stop.code))
         return self._stopped_by != 0
 
     def _stopped(self) -> RunStopped:
         step = self.state.global_step
-        return RunStopped(self._stopped_by, f"after step {step}, which checkpoint-{step} holds")
+        code = foremost((self._stopped_by, self.stop.code))  # one may have come meanwhile
+        return RunStopped(code, f"after step {step}, which checkpoint-{step} holds")
 
     def _last_kept(self) -> str:
         kept = self.folder.checkpoints
@@ -243,17 +239,19 @@ class SpecTrainer(ShardingTrainer):
         return str(self._saving_to or self.folder.path)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self.corpus.check_unchanged()  # what was learned from other text is not kept
+        with self.together():
+            self.corpus.check_unchanged()  # what was learned from other text is not kept
         name = f"checkpoint-{self.state.global_step}"
         aside = self._saving_to = self.folder.path / f".{name}.parts"  # of all processes
         losses = self._gathered_loss().tolist()
         try:
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            if self.is_world_process_zero():
-                self._complete(aside / name, losses)
+            with self.together():
+                super()._save_checkpoint(model, trial)
+            with self.together():
+                if self.is_world_process_zero():
+                    self._complete(aside / name, losses)
         except (OSError, SafetensorError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError) or _of_other_processes(error):
+            if isinstance(error, _NOT_OF_THE_DISK) or _of_other_processes(error):
                 raise
             free = shutil.disk_usage(self.folder.path).free / 2**20
             raise CheckpointError(
