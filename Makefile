@@ -22,11 +22,12 @@ format: $(VENV)/.dev  ## mend style and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.dev  ## speed and memory on the CPU, and docs/performance.md (about 15 minutes on 2 cores)
+bench: $(VENV)/.dev  ## speed and memory on the CPU, and docs/performance.md (about 20 minutes on 2 cores)
 	$(BIN)/python -m benchmarks.op
 	$(BIN)/python -m benchmarks.recurrence
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.decode
+	$(BIN)/python -m benchmarks.prepare
 	$(BIN)/python docs/performance.py
 
 bench-gpu: $(VENV)/.dev  ## the same on a GPU

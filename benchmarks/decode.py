@@ -185,11 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--batch", type=int, default=1)
     arguments = measure.parsed(options, argv)
     arguments.preset = arguments.preset or PRESET[arguments.device]
-    console = Console(width=110)
-    result = run(arguments)
-    show(result, console)
-    measure.finish(result, judge(result), arguments, console)
-    return 0
+    return measure.carry_out(arguments, run, show, judge)
 
 
 if __name__ == "__main__":

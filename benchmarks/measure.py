@@ -254,14 +254,17 @@ def opening(benchmark: str, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def finish(
-    result: dict[str, Any],
-    answers: Sequence[Mapping[str, Any]],
+def carry_out(
     arguments: argparse.Namespace,
-    console: Console,
-) -> None:
-    """Say which expectations hold, and write the JSON."""
-    for answer in answers:
+    run: Callable[[argparse.Namespace], dict[str, Any]],
+    show: Callable[[dict[str, Any], Console], None],
+    judge: Callable[[dict[str, Any]], Sequence[Mapping[str, Any]]],
+) -> int:
+    """Run a benchmark, show what it found and which expectations hold, and write the JSON."""
+    console = Console(width=110)
+    result = run(arguments)
+    show(result, console)
+    for answer in judge(result):
         mark = {True: "holds", False: "FAILS", None: "not measured"}[answer["holds"]]
         found = "" if answer["found"] is None else f": {answer['found']:.3g}"
         console.print(f"{mark}  {answer['what']}{found} ({answer['limit']})")
@@ -269,6 +272,7 @@ def finish(
     out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, result)
     console.print(f"Written to {out}")
+    return 0
 
 
 def spread(value: Mapping[str, float], scale: float = 1.0, digits: int = 2) -> str:

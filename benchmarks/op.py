@@ -237,11 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = measure.parsed(options, argv)
     arguments.lengths = arguments.lengths or LENGTHS[arguments.device]
     arguments.widths = arguments.widths or WIDTHS[arguments.device]
-    console = Console(width=110)
-    result = run(arguments)
-    show(result, console)
-    measure.finish(result, judge(result), arguments, console)
-    return 0
+    return measure.carry_out(arguments, run, show, judge)
 
 
 if __name__ == "__main__":

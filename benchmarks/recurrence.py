@@ -11,10 +11,12 @@ monomials, and wins below the crossover that the cost model gives. A stream hold
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations_with_replacement
+from operator import itemgetter
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -319,11 +321,10 @@ def show(result: dict[str, Any], console: Console) -> None:
         )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = measure.parsed(measure.parser(__doc__, rounds=7), argv)
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All measurements, one after the other, on one core."""
     device, rounds = arguments.device, arguments.rounds
     torch.set_num_threads(1)
-    console = Console(width=110)
     result: dict[str, Any] = {
         **measure.opening("recurrence", arguments),
         "dtype": "torch.float32",
@@ -333,10 +334,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "one_token": one_token(device),
         "stream": stream(device),
     }
-    result["verdicts"] = verdicts(result)
-    show(result, console)
-    measure.finish(result, result["verdicts"], arguments, console)
-    return 0
+    return {**result, "verdicts": verdicts(result)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = measure.parsed(measure.parser(__doc__, rounds=7), argv)
+    return measure.carry_out(arguments, run, show, itemgetter("verdicts"))
 
 
 if __name__ == "__main__":

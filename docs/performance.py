@@ -26,24 +26,27 @@ Results = Mapping[tuple[str, str], Result]
 Row = Mapping[str, Any]
 
 HERE = Path(__file__).parent
-BENCHMARKS = ("op", "recurrence", "step", "decode")
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+# In the order of the page, CPU before GPU; text is tokenised on a CPU alone.
+PLACES = (
+    *((name, device) for device in DEVICES for name in ("op", "recurrence", "step", "decode")),
+    ("prepare", "cpu"),
+)
 NONE = "not measured"
 
 
 def load(folder: Path) -> dict[tuple[str, str], Result]:
     """Every result of the present format, by benchmark and device."""
     found = {}
-    for benchmark in BENCHMARKS:
-        for device in DEVICES:
-            path = folder / f"{benchmark}-{device}.json"
-            if not path.exists():
-                continue
-            data = json.loads(path.read_text(encoding="utf-8"))
-            if data.get("format") == FORMAT:
-                found[benchmark, device] = data
-            else:
-                print(f"{path} is of another format: run the benchmark again.")
+    for benchmark, device in PLACES:
+        path = folder / f"{benchmark}-{device}.json"
+        if not path.exists():
+            continue
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data.get("format") == FORMAT:
+            found[benchmark, device] = data
+        else:
+            print(f"{path} is of another format: run the benchmark again.")
     return found
 
 
@@ -100,8 +103,7 @@ def missing(results: Results) -> str:
     """What has no numbers here, and why."""
     lines = [
         f"- {benchmark} on a {DEVICES[device]}: {NONE}."
-        for device in DEVICES
-        for benchmark in BENCHMARKS
+        for benchmark, device in PLACES
         if (benchmark, device) not in results
     ]
     for (benchmark, device), result in results.items():
@@ -201,6 +203,25 @@ def recurrence(result: Result) -> str:
     return table(["expectation", "limit", "measured", "held?"], rows)
 
 
+def prepare(result: Result) -> str:
+    """The tokenizer alone, and every number of workers."""
+    own = spread(result["alone_tokens_per_second"], 1e-6)
+    rows = [["the tokenizer alone", own, "1"]] + [
+        [
+            f"{row['workers']} workers",
+            spread(row["tokens_per_second"], 1e-6),
+            spread(row["of_alone_a_worker"]),
+        ]
+        for row in result["speeds"]
+    ]
+    kills = result["kills"]
+    same = "the same hashes" if kills["same"] else "**other hashes**"
+    head = f"{result['megabytes']:g} MB of JSON lines, {result['tokenizer']}:\n\n"
+    tail = f"\n\nKilled {len(kills['stretches_left'])} times at random moments: {same}."
+    columns = ["", "million tokens/s [quartiles]", "of the tokenizer, a worker [quartiles]"]
+    return head + table(columns, rows) + tail
+
+
 def _code(row: Row) -> str:
     """A variant's name as code, any other as text."""
     name: str = row["name"]
@@ -229,6 +250,7 @@ PARTS: dict[str, Callable[[Result], str]] = {
     "step": step,
     "decode": decode,
     "recurrence": recurrence,
+    "prepare": prepare,
 }
 FIGURES: dict[str, tuple[Callable[[Result, Path], None], str]] = {
     "op": (draw_op, "Time and memory of the operation against the length"),
@@ -250,15 +272,14 @@ def fill(text: str, results: Results) -> str:
         "machines": machines(results),
         "missing": missing(results),
     }
-    for benchmark, make in PARTS.items():
-        for device in DEVICES:
-            part = NONE
-            if result := results.get((benchmark, device)):
-                part = make(result)
-                if benchmark in FIGURES:
-                    image = f"images/performance_{benchmark}_{device}.png"
-                    part = f"![{FIGURES[benchmark][1]}]({image})\n\n{part}"
-            parts[f"{benchmark} {device}"] = part
+    for benchmark, device in PLACES:
+        part = NONE
+        if result := results.get((benchmark, device)):
+            part = PARTS[benchmark](result)
+            if benchmark in FIGURES:
+                image = f"images/performance_{benchmark}_{device}.png"
+                part = f"![{FIGURES[benchmark][1]}]({image})\n\n{part}"
+        parts[f"{benchmark} {device}"] = part
     return markdown.fill(text, parts)
 
 

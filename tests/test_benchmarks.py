@@ -19,6 +19,7 @@ SMALL = {
     "op": ["--lengths", "64", "130", "--heads", "1"],
     "recurrence": [],
     "step": ["--batch", "1"],
+    "prepare": ["--megabytes", "0.3", "--workers", "1", "--kills", "0"],
     "decode": ["--lengths", "16", "40", "--new-tokens", "2"],
 }
 

@@ -1,0 +1,190 @@
+"""Preparing a large corpus: its speed a worker, and what remains of it when it is killed.
+
+    python -m benchmarks.prepare --megabytes 200 --kills 3
+
+The corpus is the source text of Python's standard library, again and again, as JSON lines; the
+tokenizer a byte-level BPE trained on it, unless one is named. In a round the tokenizer alone, in
+one process and thread, takes a quarter of the texts, and `prepare` all of them with every number of
+workers: reading, splitting, hashing, writing and the start of processes are in its time. Then a
+preparation is killed at random moments, and its last session compared with an undisturbed one.
+
+Expected before measuring: at least 0.8 of the tokenizer's own speed a worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from tokenizers import ByteLevelBPETokenizer
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks import measure
+from softmax_rnn.data import load_tokenizer, prepare
+from softmax_rnn.data.corpus import corpus_files
+from softmax_rnn.data.encoding import Encoder
+from softmax_rnn.data.tokenizer import END_OF_TEXT
+
+LEAST_SPEED = 0.8  # a worker, of the tokenizer's own
+SHARD_TOKENS = 2**22
+_VOCABULARY, _LEARNED_FROM = 32_000, 20_000_000  # characters
+_BATCH = 256  # texts
+
+
+def write_corpus(path: Path, size: int) -> list[str]:
+    """Write about ``size`` bytes of JSON lines, and return their texts."""
+    sources = [file.read_text(encoding="utf-8", errors="ignore") for file in corpus_files("stdlib")]
+    texts: list[str] = []
+    written = 0
+    with path.open("w", encoding="utf-8") as file:
+        while written < size:
+            text = f"# {len(texts)}\n{sources[len(texts) % len(sources)]}"
+            texts.append(text)
+            written += file.write(json.dumps({"text": text}) + "\n")
+    return texts
+
+
+def learn_tokenizer(texts: Sequence[str], path: Path) -> None:
+    """Train a byte-level BPE and save it as transformers does."""
+    learned = ByteLevelBPETokenizer()
+    count = _LEARNED_FROM * len(texts) // max(sum(map(len, texts)), _LEARNED_FROM)
+    learned.train_from_iterator(
+        texts[:count], _VOCABULARY, special_tokens=[END_OF_TEXT], show_progress=False
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=learned._tokenizer, eos_token=END_OF_TEXT)
+    fast.save_pretrained(path)
+
+
+def alone(texts: Sequence[str], encoder: Encoder) -> float:
+    """Tokens a second of the tokenizer itself, on a quarter of the texts."""
+    tokenizer, tokens, began = encoder.start(), 0, time.perf_counter()
+    for start in range(0, max(1, len(texts) // 4), _BATCH):
+        batch = tokenizer.encode_batch_fast(texts[start : start + _BATCH], add_special_tokens=False)
+        tokens += sum(map(len, batch))
+    return tokens / (time.perf_counter() - began)
+
+
+def prepared(corpus: str, tokenizer: str, workers: int, cache: Path) -> dict[str, Any]:
+    """The manifest of a preparation from nothing, or from where one was killed."""
+    loaded = load_tokenizer(tokenizer)
+    options = {"test_fraction": 0.001, "shard_tokens": SHARD_TOKENS, "cache": cache}
+    return prepare(corpus, loaded, workers=workers, **options).manifest  # type: ignore[arg-type]
+
+
+def speed(make: Callable[[Path], dict[str, Any]]) -> float:
+    """Tokens a second of a preparation."""
+    with tempfile.TemporaryDirectory() as cache:
+        began = time.perf_counter()
+        manifest = make(Path(cache))
+        spent = time.perf_counter() - began
+    return sum(manifest[split]["tokens"] for split in ("train", "test")) / spent
+
+
+def hashes(manifest: dict[str, Any]) -> list[str]:
+    """Of both splits."""
+    return [manifest[split]["sha256"] for split in ("train", "test")]
+
+
+def survives(make: Callable[[Path], dict[str, Any]], kills: int) -> dict[str, Any]:
+    """Kill a preparation at random moments: what each leaves, and whether it ends the same."""
+    draw, context = random.Random(0), multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as root:
+        began = time.perf_counter()
+        expected = hashes(make(Path(root, "calm")))
+        spent = time.perf_counter() - began
+        killed, left = Path(root, "killed"), []
+        for _ in range(kills):
+            process = context.Process(target=make, args=(killed,))
+            process.start()
+            process.join(draw.uniform(0.1, 1.0) * spent / kills)
+            process.kill()
+            process.join()
+            left.append(len(list(killed.glob(".*/stretch-*.json"))))
+        found = hashes(make(killed))
+    return {"stretches_left": left, "same": found == expected}
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Rounds of the tokenizer alone and of every number of workers, then the kills."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # alone means one thread
+    opening = measure.opening("prepare", arguments)
+    with tempfile.TemporaryDirectory() as root:
+        corpus = Path(root, "corpus.jsonl")
+        texts = write_corpus(corpus, int(arguments.megabytes * 1e6))
+        tokenizer = arguments.tokenizer or str(Path(root, "bpe"))
+        if not arguments.tokenizer:
+            learn_tokenizer(texts, Path(tokenizer))
+        encoder = Encoder.of(load_tokenizer(tokenizer))
+        make = partial(prepared, str(corpus), tokenizer)
+        own: list[float] = []
+        speeds: dict[int, list[float]] = {count: [] for count in arguments.workers}
+        for _ in track(range(arguments.rounds), "Preparing"):
+            own.append(alone(texts, encoder))
+            for count, found in speeds.items():
+                found.append(speed(partial(make, count)))
+        kills = survives(partial(make, max(arguments.workers)), arguments.kills)
+    return {
+        **opening,
+        "megabytes": arguments.megabytes,
+        "tokenizer": arguments.tokenizer or f"byte-level BPE, {_VOCABULARY} tokens",
+        "alone_tokens_per_second": measure.summary(own),
+        "speeds": [
+            {
+                "workers": count,
+                "tokens_per_second": measure.summary(found),
+                "of_alone_a_worker": measure.ratios(found, [count * each for each in own]),
+            }
+            for count, found in speeds.items()
+        ],
+        "kills": kills,
+    }
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """A row a number of workers."""
+    table = measure.table("workers", "million tokens/s", "of the tokenizer alone, a worker")
+    table.add_row("alone", measure.spread(result["alone_tokens_per_second"], 1e-6), "1")
+    for row in result["speeds"]:
+        own = measure.spread(row["of_alone_a_worker"])
+        table.add_row(str(row["workers"]), measure.spread(row["tokens_per_second"], 1e-6), own)
+    console.print(table)
+    console.print(f"Finished stretches left by each kill: {result['kills']['stretches_left']}")
+
+
+def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Whether every number of workers is fast enough, and the hashes are the same."""
+    slowest = min(row["of_alone_a_worker"]["median"] for row in result["speeds"])
+    same = result["kills"]["same"]
+    return [
+        {
+            "what": "speed a worker, of the tokenizer's own",
+            "limit": f">= {LEAST_SPEED}",
+            "found": slowest,
+            "holds": slowest >= LEAST_SPEED,
+        },
+        {"what": "killed = undisturbed", "limit": "hashes", "found": None, "holds": same},
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = measure.parser(__doc__, rounds=3)
+    options.add_argument("--megabytes", type=float, default=200.0)
+    options.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="to compare")
+    options.add_argument("--tokenizer", help="bytes, or a Hugging Face tokenizer's name or path")
+    options.add_argument("--kills", type=int, default=3)
+    return measure.carry_out(measure.parsed(options, argv), run, show, judge)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
