@@ -85,6 +85,12 @@ def test_saved_and_restored(tmp_path: Path, batch: dict[str, torch.Tensor]) -> N
     assert torch.equal(*after)
 
 
+def test_older_transformers_ask_by_another_name() -> None:
+    """Without it a layer of theirs is abstract: 5.6 could not make one."""
+    layer = sr.RecurrentCache().layer(0)
+    assert layer.get_max_cache_shape() == layer.get_max_length() == -1
+
+
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.9])
 def test_a_file_cut_short_is_named(
     tmp_path: Path, batch: dict[str, torch.Tensor], share: float

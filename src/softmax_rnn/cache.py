@@ -119,6 +119,8 @@ class RecurrentLayer(CacheLayerMixin):
         """No maximum."""
         return -1
 
+    get_max_cache_shape = get_max_length  # its name in older versions of transformers
+
     def reset(self) -> None:
         """Forget everything."""
         self.state = None
