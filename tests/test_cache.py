@@ -99,9 +99,7 @@ def test_a_file_cut_short_is_named(
     build("taylor:2")(**batch, past_key_values=cache)
     cache.save(path)
     os.truncate(path, int(share * path.stat().st_size))
-    with pytest.raises(
-        ValueError, match="is not what RecurrentCache.save wrote"
-    ):
+    with pytest.raises(ValueError, match="is not what RecurrentCache.save wrote"):
         sr.RecurrentCache.load(path)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from softmax_rnn.checks import check_extra, check_tensors, checked_mask
 from softmax_rnn.dispatch import choose
+from softmax_rnn.feature_maps import FEATURE_MAPS
 from softmax_rnn.forms.row_sums import RowSums, compute_dtype, no_autocast, visible_count
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.state import State, check_finite, check_state, next_state
@@ -19,14 +18,6 @@ from softmax_rnn.variants import resolve
 NORM_EPS = 1e-5  # of the RMS and layer norms; the L2 norm leaves a zero vector as it is
 # A row sum that can cross zero is kept at least this far from it.
 SUM_GUARD = 1e-6
-
-
-FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda x: x,
-    "elu1": lambda x: F.elu(x) + 1,
-    "relu": F.relu,
-    "cosine": lambda x: F.normalize(x, dim=-1),
-}
 
 
 @overload
@@ -142,20 +133,18 @@ def attention(
 
     dtype, stateful = compute_dtype(q.dtype), state is not None or return_state
     with no_autocast(q.device.type):
-        feature_map = FEATURE_MAPS[spec.feature_map]
         if input_gate is not None:
             v = v * input_gate.unsqueeze(-1).to(v.dtype)
-        q_features, k_features = feature_map(q), feature_map(k)
-        way = choose(
-            form, spec, q_features, k_features, v, causal=causal, mask=mask, stateful=stateful
-        )
+        way = choose(form, spec, q, k, v, causal=causal, mask=mask, stateful=stateful)
+        if not way.maps:
+            q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
         with_state: dict[str, Any] = {}
         if way.stateful:
             before = None if state is None else state.sums
             with_state = {"state": before, "keep_state": return_state}
-        sums = way.compute(q_features, k_features, v, spec, causal=causal, mask=mask, **with_state)
+        sums = way.compute(q, k, v, spec, causal=causal, mask=mask, **with_state)
         if stateful:
-            check_finite(sums, spec, state, k_features, v, mask)
+            check_finite(sums, spec, state, k, v, mask)
         out, log_scale = sums.numerator.to(dtype), sums.log_scale
         if spec.row_sum is not None:
             if sums.weight_sum is not None:  # else the form has divided already

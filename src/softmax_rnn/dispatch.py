@@ -13,6 +13,7 @@ from torch import Tensor
 
 from softmax_rnn.cost import blocked_cost, chunked_cost
 from softmax_rnn.errors import unknown
+from softmax_rnn.feature_maps import FEATURE_MAPS
 from softmax_rnn.forms import channels, fused, triton
 from softmax_rnn.forms.blocked import blocked
 from softmax_rnn.forms.chunked import chunked
@@ -31,6 +32,7 @@ _TOLERANCE = 1e-3
 class Compute(Protocol):
     """The signature every form shares; see :func:`softmax_rnn.forms.dense.dense`.
 
+    Queries and keys come feature-mapped, but raw to a form that maps them itself.
     Those with a state take ``state`` and ``keep_state`` besides; see
     :func:`softmax_rnn.forms.chunked.chunked`.
     """
@@ -52,18 +54,20 @@ class Form(NamedTuple):
 
     ``refuses`` names what is beyond it in queries, values and mask on a device that it supports, or
     nothing. A form with a state takes masks of keys alone, the same for every query and head.
+    ``maps``: whether it takes raw queries and keys, and maps them itself.
     """
 
     compute: Compute
     supports: Callable[[AttentionSpec, str], bool]
     stateful: bool = False
     refuses: Callable[[AttentionSpec, Tensor, Tensor, Tensor | None], str] = lambda *_: ""
+    maps: bool = False
 
 
 # In the order of preference of form="auto", but for chunked, which the cost decides.
 FORMS: dict[str, Form] = {
     "fused": Form(fused.fused, fused.supports, refuses=fused.refuses),
-    "triton": Form(triton.triton, triton.supports, refuses=triton.refuses),
+    "triton": Form(triton.triton, triton.supports, refuses=triton.refuses, maps=True),
     "blocked": Form(blocked, lambda spec, device: True),
     "chunked": Form(chunked, channels.supports, stateful=True),
     "recurrent": Form(recurrent, channels.supports, stateful=True),
@@ -93,8 +97,8 @@ def choose(
     Args:
         form: ``auto`` or a form's name.
         spec: what to compute.
-        q: feature-mapped queries.
-        k: feature-mapped keys.
+        q: queries, before the feature map.
+        k: keys, before the feature map.
         v: values.
         causal: as in ``attention``.
         mask: as in ``attention``, four-dimensional.
@@ -174,7 +178,8 @@ def _check_finite_series(spec: AttentionSpec, q: Tensor, k: Tensor) -> None:
     if spec.order is not None:
         return
     message = "The series 'exp' has infinitely many powers and so no finite state"
-    longest = [x.detach().double().norm(dim=-1).amax().item() for x in (q, k) if x.numel()]
+    features = [FEATURE_MAPS[spec.feature_map](x.detach().double()) for x in (q, k) if x.numel()]
+    longest = [x.norm(dim=-1).amax().item() for x in features]
     radius = abs(spec.score_scale(q.shape[-1])) * math.prod(longest)
     if radius <= MAX_RADIUS:
         message += (

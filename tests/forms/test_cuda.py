@@ -41,7 +41,10 @@ def check(case: Case, dtype: torch.dtype, form: str) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@pytest.mark.parametrize("name", ["softmax", "gate", "taylor:2", "taylor:10", "linear_elu"])
+@pytest.mark.parametrize(
+    "name",
+    ["softmax", "gate", "taylor:2", "taylor:10", "linear_elu", "taylor_relu:2", "taylor_cosine:4"],
+)
 def test_triton(name: str, causal: bool, dtype: torch.dtype) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     for mask in ("none", "padding", "full"):
@@ -55,7 +58,12 @@ def test_widths_of_triton(width: int, dtype: torch.dtype) -> None:
     shape = dataclasses.replace(
         LONG, batch=1, queries=300, keys=300, width=width, value_width=width
     )
-    for spec in (AttentionSpec(), AttentionSpec(clamp=0.5, denominator="none")):
+    for spec in (
+        AttentionSpec(),
+        AttentionSpec(clamp=0.5, denominator="none"),
+        AttentionSpec(feature_map="cosine"),
+        AttentionSpec(feature_map="elu1", series="power", order=1),
+    ):
         check(make_case(spec, shape=shape), dtype, "triton")
 
 

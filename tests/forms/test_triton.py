@@ -32,6 +32,7 @@ TOLERANCE = {
 KERNELS = "softmax_rnn.forms.triton_kernels"
 SMALL = Shape(batch=1, heads=2, kv_heads=1, queries=37, keys=41)
 SHIFTED, BOUNDED = AttentionSpec(), AttentionSpec(clamp=0.5, denominator="none")
+MAPS = ("elu1", "relu", "cosine")
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +71,8 @@ def device() -> Iterator[str]:
     sys.modules.pop(KERNELS, None)
 
 
-def check(case: Case, device: str, dtype: torch.dtype = torch.float64) -> None:
-    """Output and every gradient, of inputs that the type holds exactly."""
+def run(case: Case, device: str, dtype: torch.dtype = torch.float64) -> list[dict[str, Tensor]]:
+    """Output and every gradient, and what they should be, of inputs that the type holds exactly."""
     tensors = {name: x.to(dtype).double() for name, x in case.tensors.items()}
     case = dataclasses.replace(case, tensors=tensors, upstream=case.upstream.to(dtype).double())
     expected = case.run(sr.attention, form="dense")
@@ -82,7 +83,11 @@ def check(case: Case, device: str, dtype: torch.dtype = torch.float64) -> None:
         upstream=case.upstream.to(device),
     )
     found = {name: x.cpu() for name, x in there.run(sr.attention, dtype, form="triton").items()}
-    assert_close(found, expected, TOLERANCE[dtype], str(dtype))
+    return [found, expected]
+
+
+def check(case: Case, device: str, dtype: torch.dtype = torch.float64) -> None:
+    assert_close(*run(case, device, dtype), TOLERANCE[dtype], str(dtype))
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
@@ -150,6 +155,46 @@ def test_shapes(shape: Shape, causal: bool, device: str) -> None:
 )
 def test_types(spec: AttentionSpec, dtype: torch.dtype, device: str) -> None:
     check(make_case(spec, mask="padding", shape=SMALL), device, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("feature_map", MAPS)
+def test_feature_maps(feature_map: str, causal: bool, dtype: torch.dtype, device: str) -> None:
+    """With vectors of hardly any length: that of cosine's gradients is 1e12, so they come apart."""
+    shape, short = dataclasses.replace(SMALL, width=11), slice(20, 22)
+    for mask, spec in (
+        ("none", AttentionSpec(feature_map=feature_map, scale="1/sqrt(d)")),
+        ("padding", AttentionSpec(feature_map=feature_map, series="taylor", order=2)),
+        ("full", AttentionSpec(feature_map=feature_map, series="power", order=1, norm="rms")),
+    ):
+        case = make_case(spec, causal=causal, mask=mask, shape=shape)
+        for name in "qk":
+            case.tensors[name][:, :, short] *= torch.tensor([[0.0], [1e-13]])
+        results = run(case, device, dtype)
+        for name in "qk":
+            apart = [{name: result[name][:, :, short].clone()} for result in results]
+            assert_close(*apart, TOLERANCE[dtype], "short vectors")
+            for result in results:
+                result[name][:, :, short] = 0
+        assert_close(*results, TOLERANCE[dtype], spec.series)
+
+
+def test_cosine_of_zeros_in_float16(device: str) -> None:
+    """The type has no 1e-12 to divide by."""
+    x = torch.zeros(1, 1, 3, 8, dtype=torch.float16, device=device)
+    spec, v = AttentionSpec(feature_map="cosine"), torch.ones_like(x)
+    for way in ("dense", "triton"):
+        assert torch.equal(sr.attention(x, x, v, spec, form=way), v)
+
+
+@pytest.mark.parametrize("feature_map", MAPS)
+def test_features_are_not_kept_for_the_backward(feature_map: str, device: str) -> None:
+    q, k, v = (torch.randn(1, 2, 20, n, device=device, requires_grad=True) for n in (8, 8, 6))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        sr.attention(q, k, v, AttentionSpec(feature_map=feature_map), form="triton")
+    assert {x.data_ptr() for x in kept if x.shape[-1] == 8} == {q.data_ptr(), k.data_ptr()}
 
 
 def test_float16_sums_may_leave_its_range(device: str) -> None:
@@ -226,14 +271,15 @@ def test_what_is_not_a_number_stays_seen(spec: AttentionSpec, device: str) -> No
 @pytest.mark.parametrize("name", ["softmax", "softmax_plus_one"])
 def test_large_scores_do_not_overflow(name: str, device: str) -> None:
     case = make_case(sr.variant(name), shape=SMALL, spread=8.0)
-    expected = case.run(sr.attention, form="dense")
-    there = dataclasses.replace(
-        case,
-        tensors={key: x.to(device) for key, x in case.tensors.items()},
-        upstream=case.upstream.to(device),
-    )
-    found = there.run(sr.attention, torch.float32, form="triton")
-    assert_close({key: x.cpu() for key, x in found.items()}, expected, 1e-3)
+    assert_close(*run(case, device, torch.float32), 1e-3)
+
+
+def test_queries_beyond_the_last_weigh_nothing(device: str) -> None:
+    """Zeros there elu1 would take to ones, whose weights for long keys overflow."""
+    case = make_case(AttentionSpec(feature_map="elu1"), causal=False, shape=SMALL)
+    case.tensors["q"] *= 0.1
+    case.tensors["k"] *= 20
+    assert_close(*run(case, device, torch.float32), 1e-3)
 
 
 def test_inputs_stay_as_they_were(device: str) -> None:
@@ -244,9 +290,11 @@ def test_inputs_stay_as_they_were(device: str) -> None:
 
 
 def test_what_is_beyond_the_kernels_is_named(device: str) -> None:
-    x = torch.zeros(1, 1, 4, 300, device=device)
+    x, y = torch.zeros(1, 1, 4, 500, dtype=torch.float64, device=device).split((300, 200), -1)
     with pytest.raises(ValueError, match=f"cannot compute heads of width 300 on {device}"):
         sr.attention(x, x, x, "softmax", form="triton")
+    with pytest.raises(ValueError, match="cannot compute float64 cosines of width 200"):
+        sr.attention(y, y, y, AttentionSpec(feature_map="cosine"), form="triton")
     assert "triton" not in sr.forms("taylor:65", device)
 
 
@@ -281,7 +329,7 @@ def test_auto_leaves_the_interpreter_to_tests(monkeypatch: pytest.MonkeyPatch) -
     assert KERNELS not in sys.modules
 
 
-def run(code: str, tmp_path: Path) -> str:
+def python(code: str, tmp_path: Path) -> str:
     """What a Python of its own prints."""
     environment = {
         "PATH": "/usr/bin:/bin",
@@ -304,7 +352,7 @@ x = torch.zeros(1, 1, 3, 4)
 softmax_rnn.attention(x, x, x, "clamped")
 print({KERNELS!r} in sys.modules)
 """
-    assert run(code, tmp_path) == "False\n"
+    assert python(code, tmp_path) == "False\n"
 
 
 def test_the_kernels_compile(tmp_path: Path) -> None:
@@ -334,13 +382,13 @@ form._autotuned = Compiled
 for capability, shared in ((80, 163), (90, 227)):
     driver.set_active(SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
-        get_current_device=lambda: 0,
+        get_current_device=lambda: capability,  # what is compiled is kept by the device
         get_current_stream=lambda device=None: 0,
     ))
     for dtype, width, masked, spec in (
         (torch.bfloat16, 64, False, AttentionSpec(clamp=5.0, denominator="none")),
-        (torch.bfloat16, 200, True, AttentionSpec(series="taylor", order=4)),
-        (torch.float16, 128, False, AttentionSpec()),
+        (torch.bfloat16, 200, True, AttentionSpec(series="taylor", order=4, feature_map="elu1")),
+        (torch.float16, 128, False, AttentionSpec(feature_map="cosine")),
     ):
         q, k, v = (torch.zeros(1, h, 50, width, dtype=dtype, requires_grad=True) for h in (2, 1, 1))
         mask = torch.ones(1, 1, 1, 50, dtype=torch.bool) if masked else None
@@ -349,4 +397,4 @@ for capability, shared in ((80, 163), (90, 227)):
         assert max(sizes) <= shared * 1024
 print(len(sizes))
 """
-    assert run(code, tmp_path) == "18\n"
+    assert python(code, tmp_path) == "18\n"

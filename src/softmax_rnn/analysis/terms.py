@@ -9,7 +9,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from softmax_rnn.attention import FEATURE_MAPS, SUM_GUARD
+from softmax_rnn.attention import SUM_GUARD
+from softmax_rnn.feature_maps import FEATURE_MAPS
 from softmax_rnn.forms.row_sums import compute_dtype
 from softmax_rnn.layer import Attention
 from softmax_rnn.series import MAX_RADIUS, order_for

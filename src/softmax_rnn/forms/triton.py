@@ -1,7 +1,7 @@
 """Any series on a GPU, memory linear in the length: the blocked form as Triton kernels.
 
-Scores never leave the chip, forward or backward; only q, k, v and, for an exp that might overflow,
-the row maxima are kept. The kernels are imported at the first call.
+Neither scores nor features leave the chip, forward or backward; only q, k, v and, for an exp that
+might overflow, the row maxima are kept. The kernels are imported at the first call.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from softmax_rnn.forms.weight import Weight
 from softmax_rnn.spec import AttentionSpec
 
 MAX_WIDTH = 256
+MAX_FLOAT64_COSINE = 128  # tiles of wider ones are beyond the memory on the chip of an A100
 MAX_ORDER = 64  # of a series: its steps are unrolled
 # Rows of the tile that stays and of those it meets, warps and pipeline stages, to choose from: by
 # the bytes of a row that products take, where the products are not of tensor cores twice as many.
-# Of each size at least one choice keeps to the registers (ptxas, for compute capability 8.0, 9.0).
+# Of each size the last choice fits the memory of the chip (compute capability 8.0 and 9.0).
 _TILES = {
     128: [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)],
     256: [(128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)],
@@ -51,6 +52,9 @@ def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> s
     width = max(q.shape[-1], v.shape[-1])
     if width > MAX_WIDTH:
         return f"heads of width {width}"
+    float64_cosine = q.dtype == torch.float64 and spec.feature_map == "cosine"
+    if float64_cosine and width > MAX_FLOAT64_COSINE:
+        return f"float64 cosines of width {width}"
     if q.is_cuda and (torch.version.hip or torch.cuda.get_device_capability(q.device) < (8, 0)):
         return f"{torch.cuda.get_device_name(q.device)}, for which no tile was chosen"
     return ""
@@ -60,14 +64,14 @@ def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> s
 def triton(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, causal: bool, mask: Tensor | None
 ) -> RowSums:
-    """As :func:`softmax_rnn.forms.dense.dense`, without the T x S weights, on a GPU.
+    """As :func:`softmax_rnn.forms.dense.dense` of raw q and k, without T x S weights, on a GPU.
 
     Deterministic for a given choice of tiles, which the autotuner makes anew in each process. Half
     types accumulate in float32; float32 products are exact unless PyTorch's own may be in TF32
     (``torch.backends.cuda.matmul.fp32_precision``).
     """
     weight = Weight.of(spec, q.shape[-1], causal)
-    return RowSums(*_TritonSums.apply(q, k, v, mask, weight))
+    return RowSums(*_TritonSums.apply(q, k, v, mask, weight, spec.feature_map))
 
 
 class _TritonSums(torch.autograd.Function):
@@ -75,7 +79,13 @@ class _TritonSums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weight: Weight
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        weight: Weight,
+        feature_map: str,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         if mask is not None:
             mask = mask.expand(*q.shape[:3], k.shape[2]).view(torch.uint8)
@@ -84,9 +94,9 @@ class _TritonSums(torch.autograd.Function):
         maximum = torch.empty_like(weight_sum) if weight.shifted else None
         tensors = (q, k, v, mask, numerator, weight_sum, maximum)
         strided = (q, k, v, mask, numerator)
-        _launch("sums", tensors, strided, weight)
+        _launch("sums", tensors, strided, weight, feature_map)
         ctx.save_for_backward(q, k, v, mask, maximum)
-        ctx.weight = weight
+        ctx.options = weight, feature_map
         if maximum is not None:
             ctx.mark_non_differentiable(maximum)
         return numerator, weight_sum, maximum
@@ -98,9 +108,9 @@ class _TritonSums(torch.autograd.Function):
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         tensors = (q, k, v, mask, maximum, grad, grad_sum.contiguous())
         strided = (q, k, v, mask, grad)
-        _launch("query_grads", (*tensors, dq), (*strided, dq), ctx.weight)
-        _launch("key_grads", (*tensors, dk, dv), (*strided, dk, dv), ctx.weight)
-        return dq, dk, dv, None, None
+        _launch("query_grads", (*tensors, dq), (*strided, dq), *ctx.options)
+        _launch("key_grads", (*tensors, dk, dv), (*strided, dk, dv), *ctx.options)
+        return dq, dk, dv, None, None, None
 
 
 def _launch(
@@ -108,6 +118,7 @@ def _launch(
     tensors: tuple[Tensor | None, ...],
     strided: tuple[Tensor | None, ...],
     weight: Weight,
+    feature_map: str,
 ) -> None:
     """Run a kernel, a program for every tile and head; q, k, v and mask lead ``tensors``."""
     q, k, v, mask = tensors[:4]
@@ -142,6 +153,7 @@ def _launch(
             CLAMP=weight.clamp,
             COEFFICIENTS=weight.series.coefficients,
             SLOPE=weight.series.derivative().coefficients,
+            MAP=feature_map,
             CAUSAL=weight.causal,
             BY_QUERY=mask is not None and mask.stride(2) != 0,
             PRECISION=precision,
@@ -175,5 +187,5 @@ def _autotuned(kernels: ModuleType, name: str, row_bytes: int) -> Any:
         kernels.triton.Config({stays: a, meets: b}, num_warps=warps, num_stages=stages)
         for a, b, warps, stages in _TILES[row_bytes]
     ]
-    key = ["BLOCK_D", "BLOCK_E", "CAUSAL", "PRECISION", "LONG"]
+    key = ["BLOCK_D", "BLOCK_E", "MAP", "CAUSAL", "PRECISION", "LONG"]
     return kernels.triton.autotune(configs, key)(getattr(kernels, name))
