@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from scipy.special import gammainc
@@ -20,8 +20,7 @@ from softmax_rnn.spec import AttentionSpec
 MAX_RADIUS = 700.0  # exp of more overflows float64
 
 
-@dataclass(frozen=True)
-class PowerSeries:
+class PowerSeries(NamedTuple):
     """``w(x) = sum_n coefficients[n] * x**n``; ``coefficients`` is ``None`` for exp itself."""
 
     coefficients: tuple[float, ...] | None

@@ -194,7 +194,10 @@ class RunFolder:
         if "attention" not in environment:  # of an earlier version
             return
         require(self.environment_file, environment, {"attention": MAPPING})
-        then = AttentionSpec.from_dict(environment["attention"])
+        try:
+            then = AttentionSpec.from_dict(environment["attention"])
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{self.environment_file}: attention: {error}") from error
         differing = differences(then.to_dict(), self.config.spec.to_dict())
         if differing:
             raise ValueError(
