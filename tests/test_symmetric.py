@@ -14,6 +14,7 @@ from torch import Tensor
 import softmax_rnn as sr
 from definition import attention_by_definition
 from softmax_rnn.symmetric import (
+    Gathers,
     cumulative_dimension,
     dimension,
     kronecker_power,
@@ -81,9 +82,12 @@ def test_the_gradient_of_monomials(width: int, degree: int, seed: int, length: i
     slow = torch.stack([x[:, list(row)].prod(1) for row in rows], dim=1)
     upstream = normal(*slow.shape, seed=seed + 1)
     (expected,) = torch.autograd.grad(slow, x, upstream, materialize_grads=True)
-    features = monomials(x.detach(), degree)
-    found = monomials_backward(x.detach(), degree, features, upstream.clone())
-    torch.testing.assert_close(found, expected)
+    x = x.detach()
+    for gathers in (None, Gathers.of(width, degree, x)):
+        features = monomials(x, degree, gathers)
+        assert torch.equal(features, monomials(x, degree))
+        found = monomials_backward(x, degree, features, upstream.clone(), gathers)
+        torch.testing.assert_close(found, expected)
 
 
 def kronecker_rnn(q: Tensor, k: Tensor, v: Tensor, coefficients: list[float]) -> Tensor:

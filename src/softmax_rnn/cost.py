@@ -99,7 +99,8 @@ def chunk_length(
     sizes = (spec, queries, keys, d_k, d_v)
     each = cumulative_dimension(d_k, degrees(spec)[1]) * (groups + 1)
     lean = [chunk for chunk in _CHUNKS if chunk * each <= _MOST_FEATURES] or _CHUNKS[:1]
-    return min(lean, key=lambda chunk: chunked_cost(*sizes, chunk=chunk, heads=heads))
+    costs = [chunked_cost(*sizes, chunk=chunk, heads=heads) for chunk in lean]
+    return lean[costs.index(min(costs))]  # no key function: torch.compile traces this
 
 
 def crossover(spec: AttentionSpec | str, d_k: int, d_v: int, heads: int = _HEADS) -> int:

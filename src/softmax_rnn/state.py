@@ -177,6 +177,8 @@ def _bytes_needed(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> int:
     return compute_dtype(k.dtype).itemsize * (monomials + states * state)
 
 
+# What is free when a model is compiled decides for it.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import comb
+from operator import index
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ def dimension(width: int, degree: int) -> int:
 
 def cumulative_dimension(width: int, degree: int) -> int:
     """Number of monomials of degree 0 to ``degree``: ``C(width + degree, degree)``."""
-    return comb(width + degree, degree)
+    return comb(index(width) + degree, degree)  # a number, also of a size that is being traced
 
 
 def state_size(spec: AttentionSpec | str, d_k: int, d_v: int) -> int:
@@ -47,7 +48,7 @@ def state_size(spec: AttentionSpec | str, d_k: int, d_v: int) -> int:
         ValueError: for the series exp, whose state is infinite (section 3.1).
     """
     spec = resolve(spec)
-    return state_rows(spec, d_k) * (d_v + (spec.row_sum is not None))
+    return state_rows(spec, d_k) * (d_v + int(spec.row_sum is not None))
 
 
 def state_rows(spec: AttentionSpec, width: int) -> int:
@@ -68,27 +69,50 @@ def degrees(spec: AttentionSpec) -> tuple[int, int]:
     return (spec.order if spec.series == "power" else 0), spec.order
 
 
-def monomials(x: Tensor, degree: int) -> Tensor:
+class Gathers(NamedTuple):
+    """What to gather for monomials and their gradient: few operations, where products are many.
+
+    Attributes:
+        levels: [2, rows] of each degree from 2 on: the row of the degree below, and the factor.
+        raised: [d, lower], of each monomial below the highest degree: the row of ``x_j`` times it.
+        powers: [d, lower, 1], the power of ``x_j`` in that.
+    """
+
+    levels: tuple[Tensor, ...]
+    raised: Tensor
+    powers: Tensor
+
+    @classmethod
+    def of(cls, width: int, degree: int, like: Tensor) -> Gathers:
+        """Those of ``width`` variables up to ``degree``, for tensors like ``like``."""
+        raised, powers = (torch.from_numpy(x).to(like.device) for x in _raised(width, degree))
+        levels = (torch.from_numpy(x).to(like.device) for x in _levels(width, degree))
+        return cls(tuple(levels), raised, powers.to(like.dtype).unsqueeze(-1))
+
+
+def monomials(x: Tensor, degree: int, gathers: Gathers | None = None) -> Tensor:
     """All monomials of degree 0 to ``degree``.
 
     Args:
         x: [..., d, T], a vector per column.
         degree: the highest degree.
+        gathers: to be made by these, all of a degree at once.
 
     Returns:
         [..., C(d + degree, degree), T]: degree after degree, each by its largest index.
     """
     *batch, width, length = x.shape
+    if gathers is not None or length <= _FEW:
+        levels = gathers.levels if gathers else map(torch.from_numpy, _levels(width, degree))
+        parts = [x.new_ones(*batch, 1, length), x][: degree + 1]
+        for parents, factors in levels:
+            above = parts[-1].index_select(-2, parents.to(x.device))
+            parts.append(above * x.index_select(-2, factors.to(x.device)))
+        return torch.cat(parts, dim=-2)
     out = x.new_empty(*batch, cumulative_dimension(width, degree), length)
     out[..., 0, :] = 1.0
     if degree:
         out[..., 1 : width + 1, :] = x
-    if length <= _FEW:
-        for rows, indices in _levels(width, degree):
-            parents, factors = torch.from_numpy(indices).to(x.device)
-            above = out.index_select(-2, parents)
-            torch.mul(above, x.index_select(-2, factors), out=out[..., rows, :])
-        return out
     # Views made all at once: for short columns they cost as much as the products.
     factors = x.unsqueeze(-3).unbind(-2)
     products = _products(width, degree)
@@ -100,7 +124,9 @@ def monomials(x: Tensor, degree: int) -> Tensor:
     return out
 
 
-def monomials_backward(x: Tensor, degree: int, features: Tensor, grad: Tensor) -> Tensor:
+def monomials_backward(
+    x: Tensor, degree: int, features: Tensor, grad: Tensor, gathers: Gathers | None = None
+) -> Tensor:
     """The gradient of ``x`` given that of ``monomials(x, degree)``, which it overwrites.
 
     Args:
@@ -108,8 +134,13 @@ def monomials_backward(x: Tensor, degree: int, features: Tensor, grad: Tensor) -
         degree: as it was.
         features: ``monomials(x, degree)``.
         grad: the gradient of ``features``; used up.
+        gathers: as it was.
     """
     width = x.shape[-2]
+    if gathers is not None:  # d(m x_j)/dx_j = m times the power of x_j in m x_j
+        lower = features[..., : gathers.raised.shape[1], :].unsqueeze(-3)
+        above = grad.index_select(-2, gathers.raised.flatten()).unflatten(-2, gathers.raised.shape)
+        return (above * lower * gathers.powers).sum(-2)
     out = torch.zeros_like(x)
     for _, start, parents, size, factor in reversed(_products(width, degree)):
         above = grad.narrow(-2, start, size)
@@ -203,13 +234,30 @@ def _products(width: int, degree: int) -> tuple[_Product, ...]:
 
 
 @lru_cache(maxsize=64)
-def _levels(width: int, degree: int) -> tuple[tuple[slice, Indices], ...]:
-    """The same by degree, for a gather: rows, and the parent and the factor of each."""
+def _levels(width: int, degree: int) -> tuple[Indices, ...]:
+    """The same by degree, for a gather: the parent, counted within its degree, and the factor."""
     levels = []
     for order in range(2, degree + 1):
         level = [p for p in _products(width, degree) if p.order == order]
-        parents = np.concatenate([np.arange(p.parents, p.parents + p.size) for p in level])
+        first = level[0].parents
+        parents = np.concatenate([np.arange(p.parents, p.parents + p.size) for p in level]) - first
         factors = np.repeat([p.factor for p in level], [p.size for p in level])
-        rows = slice(level[0].start, level[-1].start + level[-1].size)
-        levels.append((rows, np.stack([parents, factors])))
+        levels.append(np.stack([parents, factors]))
     return tuple(levels)
+
+
+@lru_cache(maxsize=64)
+def _raised(width: int, degree: int) -> tuple[Indices, Indices]:
+    """The row of ``m x_j`` and the power of ``x_j`` in it, of all ``m`` of lower degrees."""
+    rows, powers = [np.empty((0, width), np.int64)], [np.empty((0, width), np.int64)]
+    monomials = np.empty((1, 0), np.int64)  # of a degree, each as its indices in order
+    for order in range(1, degree + 1):
+        factors = np.tile(np.arange(width), len(monomials))[:, None]
+        products = np.sort(np.hstack([monomials.repeat(width, axis=0), factors]), axis=1)
+        # Before the monomials whose largest index is i stand those in x_0 .. x_(i-1).
+        before = np.array([[dimension(i, n) for i in range(width)] for n in range(1, order + 1)])
+        place = before[np.arange(order), products].sum(axis=1)
+        rows.append((cumulative_dimension(width, order - 1) + place).reshape(-1, width))
+        powers.append((products == factors).sum(axis=1).reshape(-1, width))
+        monomials = products[np.unique(place, return_index=True)[1]]
+    return np.concatenate(rows).T.copy(), np.concatenate(powers).T.copy()

@@ -69,13 +69,13 @@ def _balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q / ratio.view(-1, 1, 1, 1), k * ratio.view(-1, 1, 1)
 
 
-def read_noise(q: Tensor, state: Tensor, spec: AttentionSpec, weights: Tensor) -> Tensor:
+def read_noise(q: Tensor, state: Tensor, series: PowerSeries, weights: Tensor) -> Tensor:
     """The rounding error of a weight sum read from a state: [N, G * L] of queries [N, D, G * L].
 
     The products with the monomials may cancel down to a small ``w(q . k)``; their error follows
     their size, ``|w(q . q)|^(1/2)`` times the norm of the state's last channel (Cauchy-Schwarz).
     """
-    size = PowerSeries.of(spec)(q.square().sum(1)).sqrt()
+    size = series(q.square().sum(1)).sqrt()
     norm = (weights * state[:, -1].square()).sum(-1, keepdim=True).sqrt()
     return _ROUNDING * torch.finfo(q.dtype).eps * size * norm
 

@@ -8,43 +8,29 @@ chunk.
 
 Everything stands in columns (a token is one), so that a product with the many rows of monomials
 has its short side, the value channels, first: matrix products are several times faster that way.
+
+Both passes are operators of their own to PyTorch: a compiled model calls them, whatever the number
+of chunks, and its graph has no break. What is done with a chunk is ``chunk_step``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from softmax_rnn.cost import chunk_length, heads_together
-from softmax_rnn.forms.channels import from_columns, read_noise, to_columns, uncompiled
+from softmax_rnn.forms import chunk_step
+from softmax_rnn.forms.channels import from_columns, to_columns
 from softmax_rnn.forms.row_sums import RowSums, in_own_precision
-from softmax_rnn.series import PowerSeries
-from softmax_rnn.spec import AttentionSpec
-from softmax_rnn.symmetric import (
-    cumulative_dimension,
-    degrees,
-    monomials,
-    monomials_backward,
-    row_weights,
-    state_rows,
-)
+from softmax_rnn.spec import AttentionSpec, Series
+from softmax_rnn.symmetric import degrees, state_rows
 
 
-class _Plan(NamedTuple):
-    """What both passes need to know besides the tensors."""
-
-    spec: AttentionSpec
-    causal: bool
-    chunk: int
-    keep_state: bool
-    differentiable: bool
-
-
-@uncompiled
 def chunked(
     q: Tensor,
     k: Tensor,
@@ -75,194 +61,249 @@ def chunked(
     heads = max(1, k.shape[0] * k.shape[1])
     sizes = (spec, q.shape[2], k.shape[2], k.shape[3], v.shape[3])
     chunk = chunk_length(*sizes, heads=heads, groups=q.shape[1] // k.shape[1])
-    plan = _Plan(spec, causal, chunk, keep_state, differentiable)
-    outs, states, noises = [], [], []
-    for some in _head_groups(qs, plan):
-        part = None if before is None else before[some]
-        out, after, noise = _ChunkedSums.apply(qs[some], ks[some], vs[some], part, plan)
-        outs.append(out)
-        states.append(after)
-        noises.append(noise)
-    after = torch.cat(states) if keep_state else None
-    noise = torch.cat(noises) if spec.row_sum is not None else None
-    return from_columns(torch.cat(outs), spec, k, after, noise)
+    weighs = spec.row_sum is not None
+    plan = _Plan(spec.series, degrees(spec)[1], weighs, causal, chunk, keep_state, differentiable)
+    sums, after, noise, _ = _sums(qs, ks, vs, before, *plan)
+    return from_columns(sums, spec, k, after if keep_state else None, noise if weighs else None)
+
+
+class _Plan(NamedTuple):
+    """What both passes need to know besides the tensors: the last arguments of the operators."""
+
+    series: Series
+    order: int
+    weighs: bool
+    causal: bool
+    chunk: int
+    keep_state: bool
+    differentiable: bool
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """One of the same weights."""
+        return AttentionSpec(series=self.series, order=self.order)
+
+    def past(self, q: Tensor, k: Tensor) -> int:
+        """Keys before those that queries meet by their scores."""
+        return k.shape[2] - q.shape[3] if self.causal else k.shape[2]
+
+    def states(self, q: Tensor, k: Tensor) -> int:
+        """States to keep for the backward pass: those that queries read, less one that came in."""
+        if not self.differentiable:
+            return 0
+        read = -(-q.shape[3] // self.chunk) if self.causal else 1
+        return read if self.past(q, k) else max(0, read - 1)
+
+
+_PLAN = (
+    "str series, int order, bool weighs, bool causal, SymInt chunk, bool keep_state, "
+    "bool differentiable) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_TAGS = (torch.Tag.cudagraph_unsafe,)  # steps are compiled, and tables made, when first met
+
+
+@torch.library.custom_op(
+    "softmax_rnn::chunked_sums",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? state, {_PLAN}",
+    tags=_TAGS,
+)
+@torch.no_grad()
+def _sums(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sums, the state after the last key, the noise of the sums, and the states kept.
+
+    An operator returns no ``None``: what nobody asked for is empty.
+    """
+    made = _empty_sums(q, k, v, state, *arguments)
+    plan = _Plan(*arguments)
+    for some in _head_groups(q, plan):
+        out, after, noise = (x[some] for x in made[:3])
+        of = _Chunks(q[some], k[some], v[some], None if state is None else state[some], plan)
+        seen = of.sums(out, noise, list(made[3][:, some]))
+        if plan.keep_state:
+            after.copy_(of.new_state().zero_() if seen is None else seen)
+    return made
+
+
+@_sums.register_fake
+def _empty_sums(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    plan = _Plan(*arguments)
+    one = (*v.shape[:2], state_rows(plan.spec, q.shape[1]))
+    return (
+        q.new_empty(*v.shape[:2], *q.shape[2:]),
+        q.new_empty(one if plan.keep_state else 0),
+        q.new_empty((len(q), *q.shape[2:]) if plan.weighs else 0),
+        q.new_empty(plan.states(q, k), *one),
+    )
+
+
+@torch.library.custom_op(
+    "softmax_rnn::chunked_grads",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? state, Tensor kept, Tensor? dout, "
+    f"Tensor? dafter, {_PLAN}",
+    tags=_TAGS,
+)
+@torch.no_grad()
+def _grads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+    kept: Tensor,
+    dout: Tensor | None,
+    dafter: Tensor | None,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys, value channels and the state that came in."""
+    made = _empty_grads(q, k, v, state)
+    plan = _Plan(*arguments)
+    if dout is None:
+        dout = q.new_zeros(*v.shape[:2], *q.shape[2:])
+    for some in _head_groups(q, plan):
+        dq, dk, dv, dstate = (x[some] for x in made)
+        of = _Chunks(q[some], k[some], v[some], None if state is None else state[some], plan)
+        dseen = None if dafter is None else dafter[some]
+        dseen = of.grads(dout[some], dseen, list(kept[:, some]), dq, dk, dv)
+        if state is not None:
+            dstate.copy_(of.new_state().zero_() if dseen is None else dseen)
+    return made
+
+
+@_grads.register_fake
+def _empty_grads(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dstate = q.new_empty(0) if state is None else torch.empty_like(state)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dstate
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, state, *ctx.plan = inputs
+    _, _, noise, kept = output
+    ctx.save_for_backward(q, k, v, state, kept)
+    ctx.mark_non_differentiable(noise, kept)
+    ctx.set_materialize_grads(False)
+
+
+@in_own_precision
+def _backward(ctx: Any, dout: Tensor | None, dafter: Tensor | None, *_: None) -> tuple[Any, ...]:
+    dafter = dafter if _Plan(*ctx.plan).keep_state else None
+    *grads, dstate = _grads(*ctx.saved_tensors, dout, dafter, *ctx.plan)
+    had_state = ctx.saved_tensors[3] is not None
+    return *grads, dstate if had_state else None, *(None for _ in ctx.plan)
+
+
+_sums.register_autograd(_backward, setup_context=_save)
 
 
 def _head_groups(q: Tensor, plan: _Plan) -> Iterator[slice]:
     """Slices of the key/value heads whose monomials fit the cache together."""
     heads = heads_together(plan.spec, q.shape[1], plan.chunk, q.shape[2], q.device.type)
-    for start in range(0, max(len(q), 1), heads):
+    for start in range(0, len(q), heads):
         yield slice(start, start + heads)
 
 
-def _slices(start: int, stop: int, length: int) -> list[slice]:
-    """``start:stop`` in pieces of ``length``, the last one shorter."""
-    return [slice(i, min(i + length, stop)) for i in range(start, stop, length)]
-
-
 class _Chunks:
-    """What a chunk is made of: columns of queries and keys, their monomials, their scores."""
+    """The chunks of some heads, and both passes over them."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> None:
-        self.q, self.k, self.v = q, k, v  # [N, D, G, T], [N, D, S], [N, C, S]
-        width = q.shape[1]
-        self.past = k.shape[2] - q.shape[3]  # keys before the first query
-        self.degree = degrees(plan.spec)[1]
-        # Monomials of lower degrees, which the single power of `power` only passes through.
-        self.unused = cumulative_dimension(width, self.degree) - state_rows(plan.spec, width)
-        self.series = PowerSeries.of(plan.spec)
-        self.weights = row_weights(plan.spec, width, q.dtype, q.device)
-        self.future = torch.ones(plan.chunk, plan.chunk, dtype=torch.bool, device=q.device).tril(-1)
-
-    def no_state(self) -> Tensor:
-        """The state before the first key, [N, C, rows]."""
-        return self.v.new_zeros(*self.v.shape[:2], len(self.weights))
-
-    def queries(self, where: slice, x: Tensor | None = None) -> Tensor:
-        """Columns of the queries, or of ``x`` like them, heads side by side: [N, D, G * L]."""
-        return (self.q if x is None else x)[..., where].flatten(2)
-
-    def place(self, columns: Tensor, out: Tensor, where: slice) -> None:
-        """The inverse of ``queries``: write columns to their places in ``out``."""
-        out[..., where] = columns.unflatten(2, (out.shape[2], -1))
-
-    def features(self, *columns: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """All monomials of the columns, built together, and for each those with state rows."""
-        joined = columns[0] if len(columns) == 1 else torch.cat(columns, dim=2)
-        every = monomials(joined, self.degree)
-        return every, every[:, self.unused :].split([x.shape[2] for x in columns], dim=2)
-
-    def columns_grad(
-        self, columns: list[Tensor], every: Tensor, grad: Tensor
-    ) -> tuple[Tensor, ...]:
-        """The gradients of columns, given that of their monomials with state rows."""
-        if self.unused:
-            grad = torch.cat([grad.new_zeros(len(grad), self.unused, grad.shape[2]), grad], dim=1)
-        joined = monomials_backward(torch.cat(columns, dim=2), self.degree, every, grad)
-        return joined.split([x.shape[2] for x in columns], dim=2)
-
-    def hide_future(self, weights: Tensor) -> Tensor:
-        """Zero the weights of later keys of the same chunk [N, L, G * L], in place."""
-        size = weights.shape[1]
-        weights.unflatten(2, (-1, size)).masked_fill_(self.future[:size, None, :size], 0.0)
-        return weights
-
-
-class _ChunkedSums(torch.autograd.Function):
-    """(q, k, value channels, state) -> (sums, state after the last key, noise of the sums)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, plan: _Plan
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        of = _Chunks(q, k, v, plan)
-        noise = q.new_zeros(len(q), *q.shape[2:]) if plan.spec.row_sum is not None else None
-
-        def note(where: slice, queries: Tensor, state: Tensor) -> None:
-            if noise is not None:
-                size = read_noise(queries, state, plan.spec, of.weights)
-                noise[..., where] = size.unflatten(1, (q.shape[2], -1))
-
-        out = q.new_empty(len(q), v.shape[1], *q.shape[2:])
-        seen, kept = state, []
-
-        def add(where: slice, features: Tensor) -> Tensor:
-            if seen is None:
-                return v[..., where] @ features.mT
-            return seen.baddbmm(v[..., where], features.mT)
-
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, plan: _Plan) -> None:
+        self.plan = plan
+        several = max(q.shape[3], k.shape[2]) > plan.chunk
+        self.compiled = q.device.type in chunk_step.COMPILED and several
+        kind = (plan.spec, q.shape[1], plan.chunk, q.dtype, q.device, self.compiled)
+        self.kind = (*kind, plan.weighs, plan.causal, *q.shape[:3], v.shape[1])
+        self.tables = chunk_step.tables(*kind)
+        self.state_shape = (*v.shape[:2], len(self.tables.weights))
+        if self.compiled:  # one kind of chunk is one to compile
+            state = self.new_state().zero_() if state is None else state.contiguous()
+        self.state = state
+        self.past = plan.past(q, k)
+        self.queries = self.pieces(q)
+        self.earlier = self.pairs(k[..., : self.past], v[..., : self.past])
+        self.own: list[chunk_step.Keys | None] = [None] * len(self.queries)
         if plan.causal:
-            for where in _slices(0, of.past, plan.chunk):
-                seen = add(where, of.features(k[..., where])[1][0])
-            for where in _slices(0, q.shape[3], plan.chunk):
-                if plan.differentiable:
-                    kept.append(seen)
-                here = slice(where.start + of.past, where.stop + of.past)
-                queries, keys = of.queries(where), k[..., here]
-                sums = v[..., here] @ of.hide_future(of.series(keys.mT @ queries))
-                adds = plan.keep_state or where.stop < q.shape[3]
-                if seen is not None:
-                    used = of.features(queries, keys)[1] if adds else of.features(queries)[1]
-                    sums.baddbmm_(of.weights * seen, used[0])
-                    note(where, queries, seen)
-                    seen = add(here, used[1]) if adds else seen
-                elif adds:
-                    seen = add(here, of.features(keys)[1][0])
-                of.place(sums, out, where)
+            self.own = [*self.pairs(k[..., self.past :], v[..., self.past :])]
+
+    def step(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a step makes of a chunk."""
+        if self.compiled:
+            function = chunk_step.compiled(function, chunk_step.BACKEND, self.kind)
+        return function(self.tables, *arguments)
+
+    def new_state(self) -> Tensor:
+        """Memory for a state."""
+        return self.tables.weights.new_empty(self.state_shape)
+
+    def pieces(self, x: Tensor) -> list[Tensor]:
+        """Columns by chunks, the query heads of a key head side by side."""
+        length = self.plan.chunk
+        if not self.compiled:
+            return [x[..., i : i + length].flatten(2) for i in range(0, x.shape[-1], length)]
+        # All alike, for a step is compiled for one shape: zeros at the end, which add nothing.
+        x = F.pad(x, (0, -x.shape[-1] % length)).unflatten(-1, (-1, length)).movedim(-2, 0)
+        return list(x.contiguous().flatten(3))
+
+    def pairs(self, k: Tensor, v: Tensor) -> list[chunk_step.Keys]:
+        """Keys and their value channels by chunks."""
+        return list(zip(self.pieces(k), self.pieces(v), strict=True))
+
+    def place(self, piece: Tensor | None, out: Tensor, index: int) -> None:
+        """The inverse of ``pieces``: write a chunk to its columns of ``out``; zeros for none."""
+        where = out[..., index * self.plan.chunk : (index + 1) * self.plan.chunk]
+        if piece is None:
+            where.zero_()
         else:
-            for where in _slices(0, k.shape[2], plan.chunk):
-                seen = add(where, of.features(k[..., where])[1][0])
-            seen = of.no_state() if seen is None else seen  # no key at all
-            kept.append(seen)
-            weighted = of.weights * seen
-            for where in _slices(0, q.shape[3], plan.chunk):
-                queries = of.queries(where)
-                of.place(weighted @ of.features(queries)[1][0], out, where)
-                note(where, queries, seen)
-        if plan.differentiable:
-            ctx.save_for_backward(q, k, v, *kept)
-            ctx.plan, ctx.had_state = plan, state is not None
-            ctx.set_materialize_grads(False)
-        if noise is not None:
-            ctx.mark_non_differentiable(noise)
-        if not plan.keep_state:
-            return out, None, noise
-        return out, of.no_state() if seen is None else seen, noise
+            where.copy_(piece.view(*where.shape[:-1], -1)[..., : where.shape[-1]])
 
-    @staticmethod
-    @once_differentiable
-    @in_own_precision
-    def backward(
-        ctx: Any, grad: Tensor | None, dseen: Tensor | None, _: None
-    ) -> tuple[Tensor | None, ...]:
-        q, k, v, *kept = ctx.saved_tensors
-        plan: _Plan = ctx.plan
-        of = _Chunks(q, k, v, plan)
-        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-        if grad is None:
-            grad = q.new_zeros(len(q), v.shape[1], *q.shape[2:])
+    def sums(self, out: Tensor, noise: Tensor, kept: list[Tensor]) -> Tensor | None:
+        """Fill the sums, their noise and the states to keep; the state after the last key."""
+        seen = self.state
+        rooms = itertools.chain(kept, (self.new_state() for _ in itertools.count()))
+        for i, keys in enumerate(self.earlier, 1):
+            after = next(rooms) if i == len(self.earlier) else self.new_state()
+            self.step(chunk_step.forward, None, keys, seen, after, False)
+            seen = after
+        to_the_end = self.plan.keep_state or self.compiled
+        for i, (q, pair) in enumerate(zip(self.queries, self.own, strict=True)):
+            adds = pair is not None and (to_the_end or i + 1 < len(self.queries))
+            room = next(rooms) if adds else None
+            columns, size = self.step(chunk_step.forward, q, pair, seen, room, self.plan.weighs)
+            self.place(columns, out, i)
+            if self.plan.weighs:
+                self.place(size, noise, i)
+            seen = room if adds else seen
+        return seen
 
-        def through_state(queries: slice | None, keys: slice | None, seen: Tensor | None) -> None:
-            """Gradients of queries that read the state ``seen``, and of keys that were added."""
-            nonlocal dseen
-            dafter, columns, dfeatures = dseen, [], []
-            if queries is not None and seen is not None:
-                columns.append(of.queries(queries))
-            if keys is not None and dafter is not None:
-                columns.append(k[..., keys])
-            if not columns:
-                return
-            every, used = of.features(*columns)
-            if queries is not None and seen is not None:
-                out = of.queries(queries, grad)
-                dfeatures.append((of.weights * seen).mT @ out)
-                added = of.weights * (out @ used[0].mT)
-                dseen = added if dafter is None else dafter + added
-            if keys is not None and dafter is not None:
-                dfeatures.append(dafter.mT @ v[..., keys])
-                dv[..., keys] += dafter @ used[-1]
-            dcolumns = of.columns_grad(columns, every, torch.cat(dfeatures, dim=2))
-            if queries is not None and seen is not None:
-                of.place(dcolumns[0], dq, queries)
-            if keys is not None and dafter is not None:
-                dk[..., keys] += dcolumns[-1]
-
-        if plan.causal:
-            slope = of.series.derivative()
-            for where in reversed(_slices(0, q.shape[3], plan.chunk)):
-                here = slice(where.start + of.past, where.stop + of.past)
-                through_state(where, here, kept.pop())
-                queries, keys, out = of.queries(where), k[..., here], of.queries(where, grad)
-                scores = keys.mT @ queries
-                dv[..., here] += out @ of.hide_future(of.series(scores)).mT
-                dscores = of.hide_future(slope(scores)).mul_(v[..., here].mT @ out)
-                dk[..., here] += queries @ dscores.mT
-                dq[..., where] += (keys @ dscores).unflatten(2, (q.shape[2], -1))
-            for where in _slices(0, of.past, plan.chunk):
-                through_state(None, where, None)
-        else:
-            for where in _slices(0, q.shape[3], plan.chunk):
-                through_state(where, None, kept[0])
-            for where in _slices(0, k.shape[2], plan.chunk):
-                through_state(None, where, None)
-        return dq, dk, dv, dseen if ctx.had_state else None, None
+    def grads(
+        self,
+        dout: Tensor,
+        dseen: Tensor | None,
+        kept: list[Tensor],
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> Tensor | None:
+        """Fill the gradients of the columns; return that of the state that came in."""
+        if self.compiled:
+            dseen = self.new_state().zero_() if dseen is None else dseen.contiguous()
+        read = kept if self.past else [self.state, *kept]
+        douts = self.pieces(dout)
+        for i in reversed(range(len(self.queries))):
+            queries, pair = (self.queries[i], douts[i]), self.own[i]
+            seen = read[i if self.plan.causal else 0]
+            grads = self.step(chunk_step.backward, queries, pair, seen, dseen)
+            self.place(grads[0], dq, i)
+            if pair is not None:
+                self.place(grads[1], dk[..., self.past :], i)
+                self.place(grads[2], dv[..., self.past :], i)
+            dseen = dseen if grads[3] is None else grads[3]
+        for i, keys in enumerate(self.earlier):
+            grads = self.step(chunk_step.backward, None, keys, None, dseen)
+            self.place(grads[1], dk[..., : self.past], i)
+            self.place(grads[2], dv[..., : self.past], i)
+        return dseen

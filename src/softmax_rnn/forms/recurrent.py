@@ -44,7 +44,7 @@ def recurrent(
     def read(queries: Tensor, seen: Tensor) -> None:  # of all heads that share a key
         outs.append(seen @ (weights.unsqueeze(-1) * features(queries)))
         if spec.row_sum is not None:
-            noises.append(read_noise(queries.detach(), seen.detach(), spec, weights))
+            noises.append(read_noise(queries.detach(), seen.detach(), series, weights))
 
     past = k.shape[2] - q.shape[2] if causal else k.shape[2]
     for token in range(k.shape[2]):

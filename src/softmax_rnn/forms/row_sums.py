@@ -50,9 +50,13 @@ def in_own_precision(backward: Backward) -> Backward:
 
 def no_autocast(device: str) -> AbstractContextManager[None]:
     """Sums choose their own precision; some devices (meta) have no autocast to keep out."""
-    if torch.amp.is_autocast_available(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
+    return torch.autocast(device, enabled=False) if _has_autocast(device) else nullcontext()
+
+
+# Older versions of torch.compile cannot look inside.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
