@@ -139,9 +139,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "megabytes": arguments.megabytes,
         "tokenizer": arguments.tokenizer or f"byte-level BPE, {_VOCABULARY} tokens",
         "alone_tokens_per_second": measure.summary(own),
+        "alone_rounds": own,
         "speeds": [
             {
                 "workers": count,
+                "rounds": found,
                 "tokens_per_second": measure.summary(found),
                 "of_alone_a_worker": measure.ratios(found, [count * each for each in own]),
             }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -161,12 +162,13 @@ def test_the_second_signal_ends_the_runs_at_once(texts: Path, tmp_path: Path) ->
         process.terminate()
         process.join(0.1)
     assert process.exitcode == -signal.SIGTERM, (tmp_path / "log").read_text()
-    for _ in range(1000):
-        if not psutil.pid_exists(run) or psutil.Process(run).status() == psutil.STATUS_ZOMBIE:
-            return
-        time.sleep(0.01)
-    os.kill(run, signal.SIGKILL)
-    pytest.fail("the run goes on")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for _ in range(1000):
+            if psutil.Process(run).status() == psutil.STATUS_ZOMBIE:
+                return
+            time.sleep(0.01)
+        os.kill(run, signal.SIGKILL)
+        pytest.fail("the run goes on")
 
 
 def _deaf_runs() -> None:

@@ -22,10 +22,16 @@ from processes import at_step
 from softmax_rnn.errors import ExitCode
 from softmax_rnn.experiments import compare_configs, run_all
 from softmax_rnn.experiments.compare import RunsFailedError
-from softmax_rnn.experiments.launch import ClusterLauncher, _Training, launcher
+from softmax_rnn.experiments.launch import ClusterLauncher, _ClusterJob, _Training, launcher
 from softmax_rnn.training.folder import RunFolder
+from softmax_rnn.training.sharding import OTHER_FAILED
 from softmax_rnn.training.stopping import RunStopped
 from tiny import tiny
+
+
+@pytest.fixture(autouse=True)
+def _jobs_find_this_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
 
 
 @pytest.fixture
@@ -93,9 +99,23 @@ def test_how_jobs_end_is_told(
         run_all(bad, root, cluster="slurm", console=console)
     stopped = compare_configs(["gate"], [0], tiny(texts), root)
     monkeypatch.setattr(launch_module, "_Training", _Stopped)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # where the job finds that
     with pytest.raises(RunStopped, match="^Stopped with 1 of 1 runs unfinished"):
         run_all(stopped, root, cluster="slurm", console=console)
+
+
+def test_of_several_processes_the_one_that_failed_is_shown(tmp_path: Path) -> None:
+    executor = submitit.LocalExecutor(tmp_path / "jobs")
+    executor.update_parameters(timeout_min=2, tasks_per_node=2)
+    job = _ClusterJob(executor.submit(_fail_in_one))
+    while job.poll() is None:
+        time.sleep(0.05)
+    assert job.poll() == ExitCode.FAILED
+    assert "the second one's own" in job.log.read_text()
+
+
+def _fail_in_one() -> None:
+    rank = submitit.JobEnvironment().global_rank
+    raise ChildProcessError("the second one's own" if rank else OTHER_FAILED)
 
 
 @dataclass

@@ -93,6 +93,26 @@ def test_steps_that_are_not_finite_may_be_skipped(
     assert cut.events == folder.events
 
 
+def test_documents_are_counted_once_though_steps_are_skipped(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a step that was skipped and then evaluated."""
+    fields = {"packing": "documents", "log_every": 1, "evaluate_every": 3, "save_every": 3}
+    expected = train(tiny(texts, **fields), tmp_path / "well")
+    original = Trainer.training_step
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = original(self, *args, **kwargs)
+        return loss * float("nan") if self.state.global_step in (2, 5, 6) else loss
+
+    monkeypatch.setattr(Trainer, "training_step", step)
+    found = train(tiny(texts, skip_non_finite=2, **fields), tmp_path / "run")
+    assert found.summary["tokens"] == expected.summary["tokens"]
+    assert found.evaluations.tokens.equals(expected.evaluations.tokens)
+    kept = expected.metrics[~expected.metrics.step.isin([3, 6, 7])]
+    assert list(found.metrics.tokens) == list(kept.tokens)
+
+
 def test_a_run_without_any_update_has_no_results(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

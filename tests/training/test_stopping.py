@@ -67,6 +67,21 @@ def test_the_signal_of_a_scheduler_decides(monkeypatch: pytest.MonkeyPatch) -> N
     assert foremost((0, 0)) == 0
 
 
+def test_a_signal_that_comes_last_still_counts() -> None:
+    """While the first one is on its way out."""
+
+    def late() -> None:
+        with StopRequest() as stop:
+            stop.defer()
+            on_its_way = RunStopped(signal.SIGTERM, "after step 7")
+            signal.raise_signal(signal.SIGUSR2)
+            raise on_its_way
+
+    with pytest.raises(RunStopped) as stopped:
+        late()
+    assert stopped.value.code == signal.SIGUSR2
+
+
 def test_time_is_a_wish_like_others() -> None:
     with StopRequest(0.05) as stop:
         stop.defer()

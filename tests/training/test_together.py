@@ -94,7 +94,7 @@ def test_what_fails_in_one_process_fails_in_all(
     """The first alone writes weights; each writes its random numbers."""
     config = replace(calm.config, fsdp=sharded)
     case = replace(calm, folder=RunFolder(tmp_path / "run"), config=config)
-    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (2_000, 2_000))
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (10_000, 10_000))
     assert two(case, at_step(7, limit), rank) == [FAILED] * 2
     told = case.log.read_text()
     assert "checkpoint-8 could not be written: " in told

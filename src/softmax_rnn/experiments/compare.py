@@ -161,7 +161,7 @@ def _work(
     stop.at_once = kill
     try:
         while (waiting or running) and not stop.code:
-            while waiting and slots:
+            while waiting and slots and not stop.code:
                 run, slot = waiting.popleft(), slots.pop(0)
                 running.append((run, slot, launch.start(run, root, slot)))
                 progress.start_task(bars[run.folder.path])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -19,6 +20,7 @@ from softmax_rnn.errors import ExitCode, unknown
 from softmax_rnn.experiments.run import PlannedRun, config_file, log_file
 from softmax_rnn.training import train
 from softmax_rnn.training.config import RunConfig
+from softmax_rnn.training.sharding import OTHER_FAILED
 from softmax_rnn.training.stopping import RunStopped
 
 CLUSTERS = ("local", "slurm")
@@ -190,35 +192,40 @@ class _LocalJob:
         self.process.wait()
 
     def kill(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
 
 
 @dataclass
 class _ClusterJob:
     job: Any
+    code: int | None = None
 
     @property
     def log(self) -> Path:
-        return Path(self.job.paths.stderr)
+        """Of several processes, that of one that does not blame another."""
+        logs = [Path(self.job.task(i).paths.stderr) for i in range(self.job.num_tasks)]
+        own = (log for log in logs if log.exists() and OTHER_FAILED not in log.read_text())
+        return next(own, logs[0])
 
     def poll(self) -> int | None:
-        if not self.job.done():
-            return None
-        try:
-            return max(self.job.results())
-        except (RuntimeError, OSError):  # it failed, or left no result: killed, cancelled, lost
-            return ExitCode.FAILED
+        if self.code is None and self.job.done():
+            try:
+                self.code = max(self.job.results())  # waits for it, if there is none
+            except (RuntimeError, OSError):  # it failed, or was killed, cancelled, lost
+                self.code = ExitCode.FAILED
+        return self.code
 
     def terminate(self) -> None:
         # Left alone it would still write to its folder when the same command starts the run again.
-        self.job.cancel()
+        self.job.cancel(check=False)  # if one cannot be, the others are
 
     def wait(self) -> None:
         """The cluster ends a cancelled job in its own time."""
 
     def kill(self) -> None:
-        """The cluster does, soon after it was cancelled."""
+        self.terminate()
 
 
 def _gpus() -> list[str]:

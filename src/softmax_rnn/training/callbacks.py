@@ -42,15 +42,15 @@ class MetricRows(TrainerCallback):
     ) -> None:
         self.config, self.folder, self.tokens_of = config, folder, tokens
         self.started, self.seconds, self.steps = 0.0, 0.0, 0
-        self.position, self.tokens = 0, 0  # rows and tokens, up to the last step logged
+        self.position, self.tokens = 0, 0  # rows and tokens, up to the last step counted
         self.losses: list[float] = []  # of the latest rows
 
     def count(self, step: int) -> int:
-        """The tokens of the steps since this was last asked, padding not counted."""
+        """The tokens of all steps so far, padding not counted."""
         position = step * self.config.batch_size
-        new = self.tokens_of(self.position, position)
-        self.position, self.tokens = position, self.tokens + new
-        return new
+        self.tokens += self.tokens_of(self.position, position)
+        self.position = position
+        return self.tokens
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The rows of the sessions before."""
@@ -74,11 +74,11 @@ class MetricRows(TrainerCallback):
         if "loss" in logs:
             if not math.isfinite(logs["loss"]):
                 return  # none of its steps made an update: the next row takes their tokens and time
-            self.count(state.global_step - self.steps)  # of sessions before this one
-            new = self.count(state.global_step)
+            size, step = self.config.batch_size, state.global_step
+            new = self.tokens_of((step - self.steps) * size, step * size)
             row = {
-                "step": state.global_step,
-                "tokens": self.tokens,
+                "step": step,
+                "tokens": self.count(step),
                 "loss": logs["loss"],
                 "learning_rate": logs["learning_rate"],
                 "grad_norm": logs["grad_norm"] if math.isfinite(logs["grad_norm"]) else None,
@@ -90,9 +90,11 @@ class MetricRows(TrainerCallback):
         elif "eval_test_loss" in logs:
             rows = read_rows(self.folder.evaluations_file)
             if not rows or rows[-1]["step"] < state.global_step:  # else evaluated before a kill
-                self.count(state.global_step)
-                place = {"step": state.global_step, "tokens": self.tokens}
-                row = {**place, "test_loss": logs["eval_test_loss"]}
+                row = {
+                    "step": state.global_step,
+                    "tokens": self.count(state.global_step),
+                    "test_loss": logs["eval_test_loss"],
+                }
                 append_row(self.folder.evaluations_file, row)
 
     def _look_for_a_spike(self, step: int, loss: float) -> None:

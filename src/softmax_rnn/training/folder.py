@@ -202,7 +202,7 @@ class RunFolder:
         if differing:
             raise ValueError(
                 f"{self.path} holds a run of {self.config.attention!r} as it was defined then "
-                f"({differing}). Choose another folder, or give those fields as the attention."
+                f"({differing}). Choose another folder; its attention can be given by such fields."
             )
 
     def check_same_corpus(self, manifest: dict[str, Any]) -> None:

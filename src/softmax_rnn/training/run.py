@@ -28,7 +28,7 @@ from softmax_rnn.training.environment import environment, peak_memory
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.matmul import widest_float32_products
 from softmax_rnn.training.spikes import loss_spikes
-from softmax_rnn.training.stopping import StopRequest
+from softmax_rnn.training.stopping import RunStopped, StopRequest, foremost
 from softmax_rnn.training.trainer import NonFiniteError, SpecTrainer
 
 
@@ -146,8 +146,10 @@ def train(
             processing_class=load_tokenizer(config.tokenizer),
         )
         with ExitStack() as until_done:
+            stop.defer()  # from here on processes wait for each other: they stop together
             checkpoint = _start(trainer, resume, until_done)
-            stop.defer()
+            if code := foremost(trainer.of_all(stop.code)):
+                raise RunStopped(code)
             trainer.train(resume_from_checkpoint=checkpoint)
             if trainer.tested_at != config.steps:
                 trainer.evaluate()

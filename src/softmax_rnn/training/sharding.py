@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from transformers import Trainer
 
+OTHER_FAILED = "Another process of this run failed; it tells why."
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _WEIGHTS, _OPTIMIZER, _SCHEDULER = "model.safetensors", "optimizer.pt", "scheduler.pt"
 
@@ -68,11 +69,14 @@ class ShardingTrainer(Trainer):
             yield
         except Exception as error:  # of any kind: the others are waiting
             mine = error
-        failed = any(self.of_all(int(mine is not None)))
+        try:
+            failed = any(self.of_all(int(mine is not None)))
+        except Exception as error:
+            raise mine or error from None
         if mine is not None:
             raise mine
         if failed:
-            raise ChildProcessError("Another process of this run failed; it tells why.")
+            raise ChildProcessError(OTHER_FAILED)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)

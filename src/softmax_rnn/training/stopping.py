@@ -84,6 +84,8 @@ class StopRequest:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if isinstance(error, RunStopped):  # what came while it was on its way
+            error.code = foremost((error.code, self.code))
 
     def defer(self) -> None:
         """From now on only note a wish to stop, as :attr:`code`."""
