@@ -61,13 +61,13 @@ def verdicts(found: dict[tuple[str, str], dict[str, dict[int, RunFolder]]]) -> s
 
 def conditions(runs: dict[str, dict[int, RunFolder]]) -> str:
     """What the runs ran on."""
-    run = next(iter(runs["softmax"].values()))
-    where = run.environment
+    where = next(iter(runs["softmax"].values())).environment
+    each = (run.environment["commit"][:10] for seeds in runs.values() for run in seeds.values())
     packages = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
     corpus = where["corpus"]["train"]
     return (
         f"- {where['processor']}, {where['cores']} cores, {packages}, Python {where['python']}, "
-        f"commit {where['commit']}\n"
+        f"commits {', '.join(sorted(set(each)))}\n"
         f"- corpus: {corpus['tokens']:,} tokens to train on (SHA-256 {corpus['sha256'][:16]}...)"
     )
 
