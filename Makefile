@@ -7,7 +7,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: demo test lint format bench bench-gpu constraints clean
 
-demo: $(VENV)/.run  ## train six variants side by side and report (about 7 minutes on 2 cores)
+demo: $(VENV)/.run  ## train six variants side by side and report (about 6 minutes on 2 cores)
 	$(BIN)/softmax-rnn compare softmax norm gate linear_elu linear_relu linear_cosine --preset demo --out runs/demo
 
 test: $(VENV)/.dev  ## the test suite

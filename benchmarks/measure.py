@@ -235,6 +235,9 @@ def parsed(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argp
     if arguments.device == "cuda" and not torch.cuda.is_available():
         options.error("--device cuda: PyTorch sees no GPU here.")
     arguments.words = sys.argv[1:] if argv is None else list(argv)
+    if "--out" in arguments.words:  # where the result lies is not what was measured
+        place = arguments.words.index("--out")
+        del arguments.words[place : place + 2]
     return arguments
 
 

@@ -208,7 +208,7 @@ def prepare(result: Result) -> str:
     own = spread(result["alone_tokens_per_second"], 1e-6)
     rows = [["the tokenizer alone", own, "1"]] + [
         [
-            f"{row['workers']} workers",
+            f"{row['workers']} worker{'s' if row['workers'] > 1 else ''}",
             spread(row["tokens_per_second"], 1e-6),
             spread(row["of_alone_a_worker"]),
         ]
