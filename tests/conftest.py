@@ -13,8 +13,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 
-if hasattr(signal, "SIGHUP"):
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests send it; under nohup it is ignored
+# Tests send these; under nohup the one, in the background of a script the other is ignored.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WORDS = ("state", "query", "key", "value", "gate", "norm", "power", "series", "sum", "row")
 
