@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import softmax_rnn as sr
@@ -138,7 +138,7 @@ def test_the_operators_are_well_formed(causal: bool) -> None:
     for before in (None, state.requires_grad_()):
         inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), before)
         plan = ("taylor", 2, True, causal, CHUNK, before is not None, True)
-        torch.library.opcheck(torch.ops.softmax_rnn.chunked_sums, (*inputs, *plan))
+        library.opcheck(torch.ops.softmax_rnn.chunked_sums, (*inputs, *plan))
 
 
 class Largest(TorchDispatchMode):

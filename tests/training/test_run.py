@@ -216,7 +216,7 @@ def test_processes_of_one_run_write_whole_checkpoints(texts: Path, tmp_path: Pat
     command += ["-m", "softmax_rnn", "train", "--config", str(tmp_path / "config.yaml")]
     command += ["--out", str(tmp_path / "two")]
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, env=hidden, stderr=subprocess.DEVNULL, check=True)
+    subprocess.run(command, env=hidden, check=True)
     one, two = train(config, tmp_path / "one"), RunFolder(tmp_path / "two")
     np.testing.assert_allclose(two.metrics.loss, one.metrics.loss, rtol=1e-4)
     np.testing.assert_allclose(two.test_losses, one.test_losses, rtol=1e-4)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 from softmax_rnn.cost import chunk_length, heads_together
 from softmax_rnn.forms import chunk_step
@@ -102,7 +102,7 @@ _PLAN = (
 _TAGS = (torch.Tag.cudagraph_unsafe,)  # steps are compiled, and tables made, when first met
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "softmax_rnn::chunked_sums",
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor? state, {_PLAN}",
@@ -141,7 +141,7 @@ def _empty_sums(
     )
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "softmax_rnn::chunked_grads",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? state, Tensor kept, Tensor? dout, "

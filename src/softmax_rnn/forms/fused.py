@@ -102,8 +102,7 @@ class _FlashSums(torch.autograd.Function):
         scale: float,
         on_gpu: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        flash = _flash_on_gpu if on_gpu else _flash_on_cpu
-        out, lse, *random = flash(q, k, v, mask, causal, scale)
+        out, lse, *random = _flash(on_gpu, q, k, v, mask, causal, scale)
         if mask is not None:
             # A row that sees no key: the kernel says lse = 0, but its weights sum to zero.
             seen = mask.isfinite().any(-1).expand_as(lse)
@@ -111,7 +110,7 @@ class _FlashSums(torch.autograd.Function):
         else:
             weight_sum = torch.ones_like(lse)
         ctx.save_for_backward(q, k, v, mask, lse, *random)
-        ctx.causal, ctx.scale, ctx.on_gpu = causal, scale, on_gpu
+        ctx.causal, ctx.scale = causal, scale
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, weight_sum, lse
@@ -135,30 +134,24 @@ class _FlashSums(torch.autograd.Function):
             length = direction.square().sum(-1, keepdim=True)
             length = length.masked_fill(length == 0, 1)
             out = (-direction * (grad_sum.unsqueeze(-1) / largest / length)).to(grad.dtype)
-        backward = _backward_on_gpu if ctx.on_gpu else _backward_on_cpu
-        grads = backward(grad, q, k, v, out, lse, mask, ctx.causal, ctx.scale, *random)
+        grads = _flash_backward(grad, q, k, v, out, lse, mask, ctx.causal, ctx.scale, *random)
         return (*grads, None, None, None, None)
 
 
-def _flash_on_cpu(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+def _flash(
+    on_gpu: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
-    """Softmax output and log-sum-exp."""
-    flash = _aten._scaled_dot_product_flash_attention_for_cpu
-    return flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-
-
-def _flash_on_gpu(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, ...]:
-    """The same, and the state of a dropout that its backward asks for."""
+    """Softmax output and log-sum-exp; on a GPU also the state of a dropout, for the backward."""
+    if not on_gpu:
+        flash = _aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     assert mask is None
     flash = _aten._scaled_dot_product_flash_attention
     out, lse, _, _, _, _, seed, offset, _ = flash(q, k, v, 0.0, causal, False, scale=scale)
     return out, lse, seed, offset
 
 
-def _backward_on_cpu(
+def _flash_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -168,27 +161,13 @@ def _backward_on_cpu(
     mask: Tensor | None,
     causal: bool,
     scale: float,
+    *random: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
-
-
-def _backward_on_gpu(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    seed: Tensor,
-    offset: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+    given = (grad, q, k, v, out, lse)
+    if not random:
+        backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(*given, 0.0, causal, attn_mask=mask, scale=scale)
     backward = _aten._scaled_dot_product_flash_attention_backward
     packed = (None, None)  # where sequences start, were they packed without padding
     lengths = (q.shape[2], k.shape[2])
-    return backward(
-        grad, q, k, v, out, lse, *packed, *lengths, 0.0, causal, seed, offset, scale=scale
-    )
+    return backward(*given, *packed, *lengths, 0.0, causal, *random, scale=scale)
