@@ -4,9 +4,9 @@
 
 The corpus is the source text of Python's standard library, again and again, as JSON lines; the
 tokenizer a byte-level BPE trained on it, unless one is named. In a round the tokenizer alone, in
-one process and thread, takes a quarter of the texts, and `prepare` all of them with every number of
-workers: reading, splitting, hashing, writing and the start of processes are in its time. Then a
-preparation is killed at random moments, and its last session compared with an undisturbed one.
+one thread, takes a quarter of the texts, and `prepare` all of them with every number of workers:
+reading, splitting, hashing and writing are in its time. Then a preparation is killed at random
+moments, and its last session compared with an undisturbed one.
 
 Expected before measuring: at least 0.8 of the tokenizer's own speed a worker.
 """
@@ -33,13 +33,12 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks import measure
 from softmax_rnn.data import load_tokenizer, prepare
 from softmax_rnn.data.corpus import corpus_files
-from softmax_rnn.data.encoding import Encoder
+from softmax_rnn.data.encoding import AT_ONCE, Encoder
 from softmax_rnn.data.tokenizer import END_OF_TEXT
 
 LEAST_SPEED = 0.8  # a worker, of the tokenizer's own
 SHARD_TOKENS = 2**22
 _VOCABULARY, _LEARNED_FROM = 32_000, 20_000_000  # characters
-_BATCH = 256  # texts
 
 
 def write_corpus(path: Path, size: int) -> list[str]:
@@ -69,8 +68,10 @@ def learn_tokenizer(texts: Sequence[str], path: Path) -> None:
 def alone(texts: Sequence[str], encoder: Encoder) -> float:
     """Tokens a second of the tokenizer itself, on a quarter of the texts."""
     tokenizer, tokens, began = encoder.start(), 0, time.perf_counter()
-    for start in range(0, max(1, len(texts) // 4), _BATCH):
-        batch = tokenizer.encode_batch_fast(texts[start : start + _BATCH], add_special_tokens=False)
+    for start in range(0, max(1, len(texts) // 4), AT_ONCE):  # more at once are slower
+        batch = tokenizer.encode_batch_fast(
+            texts[start : start + AT_ONCE], add_special_tokens=False
+        )
         tokens += sum(map(len, batch))
     return tokens / (time.perf_counter() - began)
 

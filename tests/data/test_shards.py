@@ -1,4 +1,4 @@
-"""Corpora in many shards: killed, damaged, cut, by any number of processes."""
+"""Corpora in many shards: killed, damaged, cut, by any number of threads."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import multiprocessing
 import shutil
 import signal
 import time
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -112,9 +109,7 @@ def test_the_manifest_says_what_it_is(rows: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("scale")
-def test_killed_three_times_is_undisturbed_whatever_the_workers(
-    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_three_times_is_undisturbed_whatever_the_workers(rows: Path, tmp_path: Path) -> None:
     expected = prepare(str(rows), byte_tokenizer(), cache=tmp_path / "a", **SMALL)
     cache = tmp_path / "b"
     stamps: dict[str, int] = {}
@@ -137,45 +132,10 @@ def test_killed_three_times_is_undisturbed_whatever_the_workers(
         assert len(records) >= wanted
         assert stamps.items() <= now.items()  # nothing finished was made again
         stamps, done = now, len(records)
-    monkeypatch.setattr(encoding, "_WORTHWHILE", 4)
     found = prepare(str(rows), byte_tokenizer(), cache=cache, **{**SMALL, "workers": 2})
     for name, stamp in stamps.items():
         assert (found.folder / f"{name}.bin").stat().st_mtime_ns == stamp
     assert files(found) == files(expected)
-
-
-@pytest.mark.usefixtures("scale")
-def test_a_killed_parent_leaves_no_process(
-    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(encoding, "_WORTHWHILE", 4)
-    process = start(str(rows), tmp_path, 1, 2)
-    while process.is_alive() and not list(tmp_path.glob(".*/.train*")):
-        time.sleep(0.01)
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) >= 2
-    process.kill()
-    process.join()
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert not alive
-
-
-@pytest.mark.usefixtures("scale")
-def test_a_tokenising_process_that_dies_is_named(
-    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(encoding, "_WORTHWHILE", 4)
-
-    class Pool(ProcessPoolExecutor):
-        def submit(self, *args: Any, **kwargs: Any) -> Any:  # starts nothing
-            future: Future[Any] = Future()
-            future.set_exception(BrokenProcessPool())
-            return future
-
-    monkeypatch.setattr(encoding, "ProcessPoolExecutor", Pool)
-    options: dict[str, Any] = {**SMALL, "workers": 2, "cache": tmp_path}
-    with pytest.raises(ChildProcessError, match="A tokenising process ended before its work"):
-        prepare(str(rows), byte_tokenizer(), **options)
 
 
 @pytest.mark.usefixtures("scale")

@@ -7,6 +7,7 @@ and rows of a run that nothing befell.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import resource
@@ -167,20 +168,21 @@ def from_text(case: Case) -> None:
     case.config = replace(case.config, corpus=str(case.texts))
 
 
-def no_workers(case: Case) -> Callable[[], None]:
-    return _no_workers
+def die_tokenising(case: Case) -> Callable[[], None]:
+    return _die_tokenising
 
 
-def _no_workers() -> None:
-    """Tokenise in processes, and kill the first."""
-    forked = encoding.multiprocessing.get_context("fork")
-    encoding.multiprocessing.get_context = lambda _: forked  # type: ignore[assignment]
-    encoding._CHARACTERS, encoding._WORTHWHILE, preparation._SMALL = 500, 2, 2000  # type: ignore[misc]
-    encoding._encode = _die
+def _die_tokenising() -> None:
+    """At the ninth chunk, in one of several threads."""
+    encoding._CHARACTERS, preparation._SMALL = 500, 2000  # type: ignore[misc]
+    original, calls = encoding.Encoder.encode, itertools.count(1)
 
+    def encode(self: Any, *args: Any) -> Any:
+        if next(calls) == 9:
+            kill()
+        return original(self, *args)
 
-def _die(*_: object) -> None:
-    kill()
+    encoding.Encoder.encode = encode  # type: ignore[method-assign]
 
 
 def wild_clock(case: Case) -> Callable[[], None]:
@@ -306,11 +308,8 @@ FAULTS = {
         -signal.SIGBUS,
         **to_shard_at_step_7(empty),
     ),
-    "a tokenising process killed": Fault(
-        "A tokenising process ended before its work",
-        FAILED,
-        prepare=from_text,
-        before=no_workers,
+    "killed while the corpus is tokenised": Fault(
+        "", -signal.SIGKILL, prepare=from_text, before=die_tokenising
     ),
     "a clock that jumps": Fault("", FINISHED, before=wild_clock),
     "checkpoints of other times": Fault("", FINISHED, prepare=old_and_new),

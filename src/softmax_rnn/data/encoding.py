@@ -1,41 +1,36 @@
-"""Text to tokens, in this process or in several, in the order of the text."""
+"""Text to tokens, by several threads, in the order of the text."""
 
 from __future__ import annotations
 
-import itertools
-import multiprocessing
+import contextlib
 import os
-import signal
-import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from softmax_rnn.data.source import Part
 
 _CHARACTERS, _PARTS = 2**20, 4096  # of a chunk, whichever is reached first
-# A process takes seconds to start: with less text than this many chunks, none is started.
-_WORTHWHILE = 16
-_AHEAD = 4  # chunks waiting for each process
+_AHEAD = 4  # chunks waiting for each thread
+AT_ONCE = 8  # passages in a call: what is known of more leaves a core's cache
+_OWN_THREADS = "TOKENIZERS_PARALLELISM"
 
 Encoded = tuple[NDArray[Any], NDArray[np.int64]]  # tokens, and how many each passage has
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A fast tokenizer as plain data, to be sent to processes.
+    """A fast tokenizer, without what its file says of truncation and padding.
 
     Attributes:
-        definition: the tokenizer's JSON, without truncation and padding.
+        definition: the tokenizer's JSON.
         end: id that ends every document.
         dtype: of the tokens.
     """
@@ -58,17 +53,24 @@ class Encoder:
         """The tokenizer itself."""
         return Tokenizer.from_str(self.definition)
 
-    def encode(self, tokenizer: Tokenizer, texts: Sequence[str], ends: Sequence[bool]) -> Encoded:
+    def encode(self, tokenizer: Tokenizer, chunk: Sequence[Part]) -> Encoded:
         """The tokens of all passages end to end, with ``end`` after those that end a document."""
-        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         pieces, end = [], np.array([self.end], dtype=self.dtype)
-        lengths = np.empty(len(texts), dtype=np.int64)
-        for index, encoding in enumerate(encodings):
+        lengths = np.empty(len(chunk), dtype=np.int64)
+        for index, (part, encoding) in enumerate(
+            zip(chunk, _encodings(tokenizer, chunk), strict=True)
+        ):
             pieces.append(np.array(encoding.ids, dtype=self.dtype))
-            lengths[index] = len(pieces[-1]) + ends[index]
-            if ends[index]:
+            lengths[index] = len(pieces[-1]) + part.ends
+            if part.ends:
                 pieces.append(end)
         return np.concatenate(pieces), lengths
+
+
+def _encodings(tokenizer: Tokenizer, chunk: Sequence[Part]) -> Iterator[Encoding]:
+    for first in range(0, len(chunk), AT_ONCE):
+        texts = [part.text for part in chunk[first : first + AT_ONCE]]
+        yield from tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -95,69 +97,40 @@ def chunks(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 
 def encode_all(
-    encoder: Encoder, work: Iterator[list[Part]], workers: int
+    encoder: Encoder, work: Iterable[list[Part]], workers: int
 ) -> Generator[tuple[list[Part], Encoded], None, None]:
     """Every chunk with its tokens, in order.
 
     Args:
         encoder: the tokenizer.
         work: chunks of passages.
-        workers: processes; with 1, or little work, this one alone.
-
-    Raises:
-        ChildProcessError: if a process dies.
+        workers: threads that tokenise, outside Python's lock: all but a twentieth of the work.
     """
-    first = list(itertools.islice(work, _WORTHWHILE)) if workers > 1 else []
-    if len(first) < _WORTHWHILE:
-        tokenizer = encoder.start()
-        for chunk in itertools.chain(first, work):
-            yield chunk, encoder.encode(tokenizer, *_sent(chunk))
-        return
-    context = multiprocessing.get_context("spawn")  # forking would copy locks of running threads
-    pool = ProcessPoolExecutor(workers, context, _begin, (encoder,))
+    tokenizer = encoder.start()
     waiting: deque[tuple[list[Part], Future[Encoded]]] = deque()
+    with _a_core_a_call():
+        pool = ThreadPoolExecutor(workers, "tokenise")
+        try:
+            for chunk in work:
+                waiting.append((chunk, pool.submit(encoder.encode, tokenizer, chunk)))
+                if len(waiting) >= _AHEAD * workers:
+                    done, encoded = waiting.popleft()
+                    yield done, encoded.result()
+            while waiting:
+                done, encoded = waiting.popleft()
+                yield done, encoded.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _a_core_a_call() -> Iterator[None]:
+    """The tokenizers' own threads, one a core in every call, stay out of it."""
+    before = os.environ.get(_OWN_THREADS)
+    os.environ[_OWN_THREADS] = "false"
     try:
-        for chunk in itertools.chain(first, work):
-            waiting.append((chunk, pool.submit(_encode, *_sent(chunk))))
-            if len(waiting) >= _AHEAD * workers:
-                yield waiting[0][0], waiting[0][1].result()
-                waiting.popleft()
-        while waiting:
-            yield waiting[0][0], waiting[0][1].result()
-            waiting.popleft()
-    except BrokenProcessPool as error:
-        raise ChildProcessError(
-            "A tokenising process ended before its work. If memory ran out, take fewer workers; "
-            "in a script, the call must stand below `if __name__ == '__main__':`. Finished shards "
-            "are kept."
-        ) from error
+        yield
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _sent(chunk: list[Part]) -> tuple[list[str], list[bool]]:
-    return [part.text for part in chunk], [part.ends for part in chunk]
-
-
-_worker: tuple[Encoder, Tokenizer]  # of this process
-
-
-def _begin(encoder: Encoder) -> None:
-    global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker = encoder, encoder.start()
-
-
-def _end_with_parent() -> None:
-    """A killed parent leaves no process behind that waits for work for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
-
-
-def _encode(texts: list[str], ends: list[bool]) -> Encoded:
-    encoder, tokenizer = _worker
-    return encoder.encode(tokenizer, texts, ends)
+        del os.environ[_OWN_THREADS]
+        if before is not None:
+            os.environ[_OWN_THREADS] = before

@@ -26,7 +26,6 @@ from softmax_rnn.files import write_json
 # A corpus with less text is split when all of it is known: the share of its documents is exact,
 # and with few of them passages of the token stream are held out in their place.
 _SMALL = 2**26  # characters
-_BATCH = 256  # documents tokenised at once
 _FEW_DOCUMENTS = 20
 _PASSAGES = 100
 
@@ -136,16 +135,16 @@ class Preparation:
         self.journal.commit(phase="all", done=True)
 
     def _encode_documents(self, parts: list[Part]) -> Encoded:
-        tokenizer, encoded = self.encoder.start(), []
         ends = [index + 1 for index, part in enumerate(parts) if part.ends]
         texts = ["".join(p.text for p in parts[a:b]) for a, b in itertools.pairwise([0, *ends])]
-        total, characters, tokens = sum(map(len, texts)), 0, 0
-        for first in range(0, len(texts), _BATCH):
-            batch = texts[first : first + _BATCH]
-            encoded.append(self.encoder.encode(tokenizer, batch, [True] * len(batch)))
-            characters += sum(map(len, batch))
-            tokens += len(encoded[-1][0])
-            self._report(characters / total, tokens)
+        total, characters, tokens, encoded = sum(map(len, texts)), 0, 0, []
+        work = chunks(Part(text, True, {}, None) for text in texts)
+        with contextlib.closing(encode_all(self.encoder, work, self.workers)) as results:
+            for chunk, found in results:
+                encoded.append(found)
+                characters += sum(len(part.text) for part in chunk)
+                tokens += len(found[0])
+                self._report(characters / total, tokens)
         if not encoded:
             raise self._too_little()
         ids, lengths = (np.concatenate(arrays) for arrays in zip(*encoded, strict=True))

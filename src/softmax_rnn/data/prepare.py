@@ -64,16 +64,14 @@ def prepare(
         max_tokens: read no further than the document with which the tokens of both splits reach
             this number; of a dataset's own test split, ``test_fraction`` of the number.
         shard_tokens: a shard ends with the document that brings the tokens to this number.
-        workers: processes that tokenise a corpus of more than some 16 million characters; one a
-            core unless given. They are spawned: a script must guard its main part. The result
-            does not depend on their number.
+        workers: threads that tokenise, one a core unless given. The result does not depend on
+            their number.
         cache: folder of prepared corpora; :func:`default_cache` unless given.
         progress: called now and then.
 
     Raises:
         CorpusError: for what cannot be read (which file), for no text at all, for a prepared
             corpus that is damaged or made with other settings.
-        ChildProcessError: if a tokenising process dies.
         OSError: if the disk is full. What is finished stays, and the next call goes on from there.
     """
     if not 0 < test_fraction < 1:

@@ -33,7 +33,7 @@ from softmax_rnn.training.trainer import NonFiniteError, SpecTrainer
 
 
 def load_corpus(config: RunConfig, *, workers: int | None = None) -> PreparedCorpus:
-    """The run's corpus, tokenised now if it never was, by so many processes (one a core)."""
+    """The run's corpus, tokenised now if it never was, by so many threads (one a core)."""
     with progress_bar(f"Tokenising {config.corpus}") as progress:
         return prepare(
             config.corpus,

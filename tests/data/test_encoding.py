@@ -1,0 +1,117 @@
+"""Tokens by several threads: in order, and with nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from softmax_rnn.data.encoding import AT_ONCE, Encoder, chunks, encode_all
+from softmax_rnn.data.source import Part
+from softmax_rnn.data.tokenizer import byte_tokenizer
+
+ENCODER = Encoder.of(byte_tokenizer())
+OWN_THREADS = "TOKENIZERS_PARALLELISM"
+
+
+def parts(count: int, texts: int = AT_ONCE + 3) -> list[list[Part]]:
+    """Chunks of passages, every other one of which ends a document."""
+    return [
+        [Part(f"{chunk}:{text} é", text % 2 == 1, {}, None) for text in range(texts)]
+        for chunk in range(count)
+    ]
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("tokenise")]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_order_is_that_of_the_work(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Encoder.encode
+
+    def encode(self: Encoder, tokenizer: Any, chunk: list[Part]) -> Any:
+        time.sleep(0.02 * chunk[0].text.startswith(("0:", "3:")))  # the next ones are done before
+        return original(self, tokenizer, chunk)
+
+    monkeypatch.setattr(Encoder, "encode", encode)
+    work = parts(17)
+    found = list(encode_all(ENCODER, iter(work), workers))
+    assert [chunk for chunk, _ in found] == work
+    for chunk, (ids, lengths) in found:
+        expected = [[*part.text.encode(), *[256] * part.ends] for part in chunk]
+        assert lengths.tolist() == [len(each) for each in expected]
+        np.testing.assert_array_equal(ids, np.concatenate(expected))
+    assert not threads()
+
+
+@pytest.mark.parametrize("before", [None, "true", "false"])
+def test_a_worker_is_one_thread(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizers' own parallelism is off meanwhile, and then as it was."""
+    if before is None:
+        monkeypatch.delenv(OWN_THREADS)
+    else:
+        monkeypatch.setenv(OWN_THREADS, before)
+    for _ in encode_all(ENCODER, iter(parts(3)), 2):
+        assert os.environ[OWN_THREADS] == "false"
+        assert len(threads()) == 2
+    assert os.environ.get(OWN_THREADS) == before
+
+
+def test_whoever_stops_listening_waits_for_what_is_under_way_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[str] = []
+    original = Encoder.encode
+
+    def encode(self: Encoder, tokenizer: Any, chunk: list[Part]) -> Any:
+        begun.append(chunk[0].text)
+        if len(begun) > 1:
+            time.sleep(0.2)
+        return original(self, tokenizer, chunk)
+
+    monkeypatch.setattr(Encoder, "encode", encode)
+    results = encode_all(ENCODER, iter(parts(50)), 1)
+    next(results)
+    results.close()
+    assert len(begun) <= 3
+    assert not threads()
+
+
+def test_what_fails_in_a_thread_fails_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Encoder, tokenizer: Any, chunk: list[Part]) -> Any:
+        raise MemoryError("no room for 3:0")
+
+    monkeypatch.setattr(Encoder, "encode", fail)
+    with pytest.raises(MemoryError, match="3:0"):
+        list(encode_all(ENCODER, iter(parts(5)), 2))
+    assert not threads()
+
+
+def test_work_is_read_no_further_than_needed() -> None:
+    """A corpus larger than memory is not read ahead."""
+    read = 0
+
+    def work() -> Iterator[list[Part]]:
+        nonlocal read
+        for chunk in parts(100):
+            read += 1
+            yield chunk
+
+    results = encode_all(ENCODER, work(), 2)
+    next(results)
+    results.close()
+    assert read <= 8
+
+
+def test_chunks_keep_every_passage() -> None:
+    passages = [Part("x" * 300_000, True, {}, None)] * 9 + [Part("y", True, {}, None)] * 9000
+    found = list(chunks(passages))
+    assert [part for chunk in found for part in chunk] == passages
+    assert max(map(len, found)) <= 4096
+    assert max(sum(len(part.text) for part in chunk) for chunk in found) < 2**20 + 300_000
