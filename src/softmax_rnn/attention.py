@@ -11,11 +11,11 @@ from softmax_rnn.checks import check_extra, check_tensors, checked_mask
 from softmax_rnn.dispatch import choose
 from softmax_rnn.feature_maps import FEATURE_MAPS
 from softmax_rnn.forms.row_sums import RowSums, compute_dtype, no_autocast, visible_count
+from softmax_rnn.norms import normalized
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.state import State, check_finite, check_state, next_state
 from softmax_rnn.variants import resolve
 
-NORM_EPS = 1e-5  # of the RMS and layer norms; the L2 norm leaves a zero vector as it is
 # A row sum that can cross zero is kept at least this far from it.
 SUM_GUARD = 1e-6
 
@@ -161,7 +161,7 @@ def attention(
         gate = None if output_gate is None else output_gate.unsqueeze(-1).to(dtype)
         if gate is not None and spec.output_gate == "before_norm":
             out = out * gate
-        out = _norm(out, log_scale, spec, norm_weight, norm_bias)
+        out = normalized(out, log_scale, spec.norm, norm_weight, norm_bias)
         if gate is not None and spec.output_gate == "after_norm":
             out = out * gate
         out = out.to(q.dtype)
@@ -195,44 +195,3 @@ def _row_sum(sums: RowSums, spec: AttentionSpec) -> Tensor:
 def _sign(x: Tensor) -> Tensor:
     """-1 below zero, else 1."""
     return torch.ones_like(x).masked_fill(x < 0, -1.0)
-
-
-def _norm(
-    x: Tensor,
-    log_scale: Tensor | None,
-    spec: AttentionSpec,
-    weight: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
-    """The norm of ``x * exp(log_scale)`` over its last dimension."""
-    if spec.norm == "l2":
-        # Whatever its scale: squares of small numbers would vanish.
-        largest = x.detach().abs().amax(-1, keepdim=True)
-        x = x / largest.masked_fill(largest == 0, 1.0)
-        # At least 1 but for a row of zeros; half the passes of a division by the norm.
-        return x * (x * x).sum(-1, keepdim=True).clamp(min=1).rsqrt()
-    if spec.norm == "none":
-        return x if log_scale is None else x * _exp_or_raise(log_scale).unsqueeze(-1)
-    if spec.norm == "layer":
-        x = x - x.mean(-1, keepdim=True)
-    eps = x.new_tensor(NORM_EPS)
-    if log_scale is not None:
-        # The same eps for the true values: a norm ignores the scale, up to its eps.
-        eps = eps * (-2 * log_scale).exp().unsqueeze(-1)
-        eps = eps.clamp(min=torch.finfo(eps.dtype).tiny)  # a row of zeros stays one
-    x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-    if weight is not None:
-        x = x * weight.to(x.dtype)
-    return x if bias is None else x + bias.to(x.dtype)
-
-
-def _exp_or_raise(log_scale: Tensor) -> Tensor:
-    scale = log_scale.exp()
-    if not torch.compiler.is_compiling() and not scale.isfinite().all():
-        limit = torch.finfo(scale.dtype).max
-        raise OverflowError(
-            f"The un-normalised sum of exponentials overflows {scale.dtype}: the largest "
-            f"log-sum-exp is {log_scale.max().item():.1f}, the limit {limit:.3g}. "
-            "Give the spec a norm, a row-sum denominator, or a clamp (the paper's is 5)."
-        )
-    return scale
