@@ -56,7 +56,8 @@ def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
     largest = x.detach().abs().amax(-1, keepdim=True)  # squares of small numbers would vanish
     largest = largest.masked_fill(largest == 0, 1.0)
     x = x / largest
-    length = (x * x).sum(-1, keepdim=True).clamp(min=1).sqrt()  # below 1 for a zero vector alone
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    length = length.clamp(min=1)  # it was less for a zero vector alone
     return x / length, length * largest
 
 
@@ -78,7 +79,7 @@ class _Unit(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_length: Tensor) -> Tensor:
         direction, length = ctx.saved_tensors  # outputs, so that this has derivatives itself
         along = (grad * direction).sum(-1, keepdim=True) - grad_length * length
-        return torch.addcmul(grad, direction, along, value=-1) / length
+        return torch.addcmul(grad, direction, along, value=-1).div_(length)
 
     @staticmethod
     def jvp(ctx: Any, change: Tensor) -> tuple[Tensor, Tensor]:
