@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from torch import distributed
 
 import softmax_rnn
 from softmax_rnn import commands
@@ -255,30 +254,6 @@ def test_what_was_saved_has_an_exit_code_of_its_own(
     told = f"Stopped by SIGTERM after step 7; the same command{resume} goes on\n"
     assert capsys.readouterr().err == told
     assert seen == [6600]
-
-
-@pytest.mark.parametrize(
-    ("ends", "left"), [(None, True), (RunStopped(signal.SIGTERM), True), (OSError(), False)]
-)
-def test_a_group_of_processes_is_left_where_all_of_them_end(
-    ends: BaseException | None, left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With its threads still there the interpreter may end by SIGABRT; leaving may wait for all."""
-
-    def command(*_: object, **__: object) -> None:
-        store = distributed.FileStore(str(tmp_path / "store"), 1)
-        distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        if ends is not None:
-            raise ends
-
-    monkeypatch.setattr(commands, "train", command)
-    monkeypatch.setenv("RANK", "1")  # which prints nothing
-    try:
-        main(["train", "--out", str(tmp_path)])
-        assert distributed.is_initialized() != left
-    finally:
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
 
 
 def test_exit_codes_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,23 @@ def test_the_scale_does_not_matter(scale: float) -> None:
     torch.testing.assert_close(found * scale, expected)
 
 
+@pytest.mark.parametrize("largest", [1e-30, 1e30, 3e38])
+def test_a_length_may_be_beyond_the_largest_number(largest: float) -> None:
+    x = torch.full((2, 64), largest).requires_grad_()
+    torch.testing.assert_close(unit(x), torch.full((2, 64), 1 / 8))
+    (grad,) = torch.autograd.grad(unit(x), x, torch.randn(2, 64))
+    assert grad.isfinite().all()
+
+
+def test_the_result_may_be_changed_in_place() -> None:
+    x, upstream = vectors(3, 8), vectors(3, 8)
+    changed = unit(x)
+    changed += 1
+    (found,) = torch.autograd.grad(changed, x, upstream)
+    (expected,) = torch.autograd.grad(unit(x), x, upstream)
+    assert torch.equal(found, expected)
+
+
 def test_a_zero_vector_stays_and_hands_its_gradient_on() -> None:
     x = torch.zeros(2, 4, requires_grad=True)
     upstream = torch.arange(8.0).view(2, 4)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
-from torch import OutOfMemoryError, distributed
+from torch import OutOfMemoryError
 
 from softmax_rnn.commands import COMMANDS
 from softmax_rnn.errors import EXIT_CODES, ExitCode
@@ -22,9 +22,6 @@ from softmax_rnn.training import RunConfig
 from softmax_rnn.training.stopping import RunStopped
 from softmax_rnn.training.trainer import NonFiniteError
 from softmax_rnn.version import __version__
-
-# All processes of a run end so, or none: nothing that one waits for is under way.
-_ORDERLY = (ExitCode.FINISHED, ExitCode.STOPPED)
 
 
 class _Parser(ArgumentParser):
@@ -56,13 +53,6 @@ class _Parser(ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its :class:`ExitCode`."""
-    code = _run(arguments)
-    if code in _ORDERLY and distributed.is_initialized():
-        distributed.destroy_process_group()  # its threads would abort the interpreter as it ends
-    return code
-
-
-def _run(arguments: Sequence[str] | None) -> int:
     if not faulthandler.is_enabled():
         faulthandler.enable()  # a mapped file that is cut short ends the process with SIGBUS
     words = [_underscored(word) for word in (sys.argv[1:] if arguments is None else arguments)]

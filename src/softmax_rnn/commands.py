@@ -135,7 +135,9 @@ def _prepare_options(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
     parser.add_argument("--preset", type=str, default="demo", help=f"one of {', '.join(PRESETS)}")
     for name, kind in _CORPUS_FIELDS.items():
         parser.add_argument(f"--{name}", type=kind, default=defaults[name])
-    parser.add_argument("--workers", type=int, help="threads that tokenise (default: one a core)")
+    parser.add_argument(
+        "--workers", type=int, help="threads that tokenise (default, and most: one a core)"
+    )
     parser.add_argument("--verify", action="store_true", help="check every shard by its hash")
 
 

@@ -46,46 +46,59 @@ def normalized(
 
 def unit(x: Tensor) -> Tensor:
     """``x / |x|`` over the last dimension, at any scale; zero vectors stay as they are."""
-    found: tuple[Tensor, Tensor]
     found = _unit(x) if torch.compiler.is_compiling() else _Unit.apply(x)
-    return found[0]
+    direction: Tensor = found[0]
+    return direction
 
 
-def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The unit vectors and their lengths [..., 1], 1 for a zero vector."""
+def _unit(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The unit vectors, and their lengths [..., 1] in units of their largest number [..., 1]."""
     largest = x.detach().abs().amax(-1, keepdim=True)  # squares of small numbers would vanish
     largest = largest.masked_fill(largest == 0, 1.0)
     x = x / largest
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     length = length.clamp(min=1)  # it was less for a zero vector alone
-    return x / length, length * largest
+    return x / length, length, largest
 
 
 class _Unit(torch.autograd.Function):
-    """:func:`_unit` with half the passes of autograd's own backward; the compiler needs no help."""
+    """:func:`_unit` with half the passes of autograd's own backward; the compiler needs no help.
+
+    What is saved are the input and outputs that nobody sees, so that this has derivatives itself
+    and its result may be changed in place.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _unit(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*output)
-        ctx.save_for_forward(*output)
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        _, length, largest = output
+        ctx.mark_non_differentiable(largest)
+        ctx.save_for_backward(*inputs, length, largest)
+        ctx.save_for_forward(*inputs, length, largest)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_length: Tensor) -> Tensor:
-        direction, length = ctx.saved_tensors  # outputs, so that this has derivatives itself
+    def backward(ctx: Any, grad: Tensor, grad_length: Tensor, _: None) -> Tensor:
+        x, length, largest = ctx.saved_tensors
+        total = length * largest
+        direction = x / total
         along = (grad * direction).sum(-1, keepdim=True) - grad_length * length
-        return torch.addcmul(grad, direction, along, value=-1).div_(length)
+        return torch.addcmul(grad, direction, along, value=-1).div_(total)
 
     @staticmethod
-    def jvp(ctx: Any, change: Tensor) -> tuple[Tensor, Tensor]:
-        direction, length = ctx.saved_tensors
+    def jvp(ctx: Any, change: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, length, largest = ctx.saved_tensors
+        total = length * largest
+        direction = x / total
         along = (change * direction).sum(-1, keepdim=True)
-        return torch.addcmul(change, direction, along, value=-1) / length, along
+        moved = torch.addcmul(change, direction, along, value=-1) / total
+        return moved, along / largest, None
 
 
 def _exp_or_raise(log_scale: Tensor) -> Tensor:

@@ -63,6 +63,21 @@ def test_a_worker_is_one_thread(before: str | None, monkeypatch: pytest.MonkeyPa
     assert os.environ.get(OWN_THREADS) == before
 
 
+@pytest.mark.parametrize("before", [None, "true"])
+def test_two_at_once_leave_no_trace(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if before is None:
+        monkeypatch.delenv(OWN_THREADS)
+    else:
+        monkeypatch.setenv(OWN_THREADS, before)
+    first, second = (encode_all(ENCODER, iter(parts(20)), 1) for _ in range(2))
+    next(first)
+    next(second)
+    first.close()
+    assert os.environ[OWN_THREADS] == "false"
+    second.close()
+    assert os.environ.get(OWN_THREADS) == before
+
+
 def test_whoever_stops_listening_waits_for_what_is_under_way_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

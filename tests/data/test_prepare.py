@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import softmax_rnn.data.preparation as preparation
 from softmax_rnn.data import CorpusError, Progress, TokenBlocks, load_tokenizer, prepare
+from softmax_rnn.data.prepare import _cores
 from softmax_rnn.data.tokenizer import byte_tokenizer
 
 
@@ -109,3 +112,19 @@ def test_any_fast_tokenizer_from_a_folder(texts: Path, tmp_path: Path, cache: Pa
     PreTrainedTokenizerFast(tokenizer_object=model).save_pretrained(tmp_path / "endless")
     with pytest.raises(ValueError, match="no end-of-text token"):
         load_tokenizer(str(tmp_path / "endless"))
+
+
+def test_more_threads_than_cores_are_not_taken(
+    texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reads ahead: with thousands a corpus would be in memory whole."""
+    seen: list[int] = []
+    original = preparation.encode_all
+
+    def encode_all(encoder: Any, work: Any, workers: int) -> Any:
+        seen.append(workers)
+        return original(encoder, work, workers)
+
+    monkeypatch.setattr(preparation, "encode_all", encode_all)
+    prepare(str(texts), byte_tokenizer(), cache=cache, workers=5000)
+    assert seen == [_cores()]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -108,7 +108,7 @@ def encode_all(
     """
     tokenizer = encoder.start()
     waiting: deque[tuple[list[Part], Future[Encoded]]] = deque()
-    with _a_core_a_call():
+    with _a_core_a_call:
         pool = ThreadPoolExecutor(workers, "tokenise")
         try:
             for chunk in work:
@@ -123,14 +123,28 @@ def encode_all(
             pool.shutdown(cancel_futures=True)
 
 
-@contextlib.contextmanager
-def _a_core_a_call() -> Iterator[None]:
-    """The tokenizers' own threads, one a core in every call, stay out of it."""
-    before = os.environ.get(_OWN_THREADS)
-    os.environ[_OWN_THREADS] = "false"
-    try:
-        yield
-    finally:
-        del os.environ[_OWN_THREADS]
-        if before is not None:
-            os.environ[_OWN_THREADS] = before
+class _ACoreACall:
+    """While any caller is within, the tokenizers' own threads (one a core a call) are off."""
+
+    def __init__(self) -> None:
+        self.lock, self.callers = threading.Lock(), 0
+        self.before: str | None = None
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.callers:
+                self.before = os.environ.get(_OWN_THREADS)
+                os.environ[_OWN_THREADS] = "false"
+            self.callers += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.callers -= 1
+            if self.callers:
+                return
+            os.environ.pop(_OWN_THREADS, None)
+            if self.before is not None:
+                os.environ[_OWN_THREADS] = self.before
+
+
+_a_core_a_call = _ACoreACall()

@@ -64,8 +64,8 @@ def prepare(
         max_tokens: read no further than the document with which the tokens of both splits reach
             this number; of a dataset's own test split, ``test_fraction`` of the number.
         shard_tokens: a shard ends with the document that brings the tokens to this number.
-        workers: threads that tokenise, one a core unless given. The result does not depend on
-            their number.
+        workers: threads that tokenise, one a core unless given, and no more. Each has some four
+            million characters before it. The result does not depend on their number.
         cache: folder of prepared corpora; :func:`default_cache` unless given.
         progress: called now and then.
 
@@ -111,7 +111,7 @@ def prepare(
             "tokenizer_name": tokenizer.name_or_path,
             "vocab_size": vocabulary(tokenizer),
         }
-        work = Preparation(source, encoder, about, workers or _cores(), progress)
+        work = Preparation(source, encoder, about, min(workers or _cores(), _cores()), progress)
         with _making(folder) as parts:
             if parts is not None:
                 work.run(parts)

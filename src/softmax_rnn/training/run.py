@@ -27,6 +27,7 @@ from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.environment import environment, peak_memory
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.matmul import widest_float32_products
+from softmax_rnn.training.sharding import leaving_its_group
 from softmax_rnn.training.spikes import loss_spikes
 from softmax_rnn.training.stopping import RunStopped, StopRequest, foremost
 from softmax_rnn.training.trainer import NonFiniteError, SpecTrainer
@@ -92,6 +93,7 @@ def model_config(config: RunConfig, vocab_size: int, end_of_text: int) -> Softma
 
 
 @widest_float32_products()
+@leaving_its_group()
 def train(
     config: RunConfig, path: Path, *, resume: bool = False, stop_after: float | None = None
 ) -> RunFolder:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,6 +24,28 @@ from transformers import Trainer
 OTHER_FAILED = "Another process of this run failed; it tells why."
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _WEIGHTS, _OPTIMIZER, _SCHEDULER = "model.safetensors", "optimizer.pt", "scheduler.pt"
+
+
+@contextlib.contextmanager
+def leaving_its_group() -> Iterator[None]:
+    """A run that joins a group of processes leaves it: threads of gloo abort an interpreter's end.
+
+    It stays where leaving may wait for ever: what fails in a backward pass has sums under way.
+    """
+    joined_before = _in_a_group()
+    under_way = False
+    try:
+        yield
+    except (RuntimeError, MemoryError):
+        under_way = True
+        raise
+    finally:
+        if _in_a_group() and not joined_before and not under_way:
+            distributed.destroy_process_group()
+
+
+def _in_a_group() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
 
 class ShardingTrainer(Trainer):
