@@ -83,6 +83,23 @@ def parse_yaml(text: str | bytes, where: object) -> Any:
         raise ValueError(f"{where} is not YAML: {error}") from error
 
 
+def format_yaml(data: Any) -> str:
+    """Plain data as a YAML document, which :func:`parse_yaml` reads again."""
+    return yaml.dump(data, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)
+
+
+class _PlainDumper(yaml.SafeDumper):
+    """Escapes the line breaks of Unicode, which PyYAML writes as they are and reads as spaces."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        style = '"' if _BREAKS.intersection(data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style)
+
+
+_BREAKS = frozenset("\x85\u2028\u2029")
+_PlainDumper.add_representer(str, _PlainDumper.represent_str)
+
+
 class _PlainLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):

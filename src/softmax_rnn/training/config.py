@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from softmax_rnn.errors import require_choice, unknown
 from softmax_rnn.files import write_text
 from softmax_rnn.models.configuration import SIZES
-from softmax_rnn.rules import parse_yaml
+from softmax_rnn.rules import format_yaml, parse_yaml
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.variants import resolve
 
@@ -300,7 +299,7 @@ class RunConfig:
 
     def save(self, path: Path) -> None:
         """Write the whole configuration as YAML."""
-        write_text(path, yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True))
+        write_text(path, format_yaml(self.to_dict()))
 
     @classmethod
     def load(cls, path: Path) -> RunConfig:

@@ -1,0 +1,33 @@
+"""Plain data as YAML, there and back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from softmax_rnn.rules import format_yaml, parse_yaml
+
+
+@given(st.text())
+@example("\x85")
+@example("a\u2028b")
+@example(" \u2029\n\r\t")
+@example("é")
+@example("~")
+@example("1e5")
+def test_any_text_comes_back(text: str) -> None:
+    data = {"corpus": text, "more": [text, None, 1.5, True]}
+    assert parse_yaml(format_yaml(data), "here") == data
+
+
+def test_text_stays_legible() -> None:
+    assert format_yaml({"corpus": "/data/Bücher"}) == "corpus: /data/Bücher\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["a: &x 1\nb: *x", "a: 1\na: 2", "a: [", "!!python/name:os.system"]
+)
+def test_what_is_not_plain_data_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="here is not YAML"):
+        parse_yaml(text, "here")
