@@ -41,6 +41,7 @@ from softmax_rnn.training.config import RunConfig
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _ROWS = ("metrics.jsonl", "evaluations.jsonl", "events.jsonl")
+_REAL = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "test_loss")
 # What may change when a run goes on: no update depends on it, but for rounding.
 _FREE = ("skip_non_finite", "keep_checkpoints", "accumulation", "fsdp")
 _COUNTS = {"tokens": whole(), "sha256": TEXT}
@@ -91,12 +92,12 @@ class RunFolder:
     @property
     def metrics(self) -> pd.DataFrame:
         """The training rows."""
-        return pd.DataFrame(read_rows(self.metrics_file))
+        return _table(read_rows(self.metrics_file))
 
     @property
     def evaluations(self) -> pd.DataFrame:
         """The evaluation rows."""
-        return pd.DataFrame(read_rows(self.evaluations_file))
+        return _table(read_rows(self.evaluations_file))
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -294,6 +295,11 @@ def differences(there: dict[str, Any], here: dict[str, Any], now: str = "now") -
         for key in there
         if there[key] != here[key]
     )
+
+
+def _table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    table = pd.DataFrame(rows)  # integers beyond 64 bits would stay Python's
+    return table.astype({name: float for name in table.columns if name in _REAL})
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
