@@ -366,8 +366,8 @@ COMMANDS: dict[str, Command] = {
         "tokenise a corpus once",
         _prepare_options,
         _prepare,
-        about="Tokenise a corpus of any size into shards; given again, it goes on where it "
-        "stopped. Runs with the same settings find it.",
+        about="Tokenise a corpus of any size into shards; given again, it goes on after the last "
+        "finished shard. Runs with the same settings find it.",
     ),
     "reproduce": Command(
         "make a figure of the paper",

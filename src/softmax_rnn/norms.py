@@ -85,20 +85,23 @@ class _Unit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_length: Tensor, _: None) -> Tensor:
-        x, length, largest = ctx.saved_tensors
-        total = length * largest
-        direction = x / total
-        along = (grad * direction).sum(-1, keepdim=True) - grad_length * length
-        return torch.addcmul(grad, direction, along, value=-1).div_(total)
+        _, length, _ = ctx.saved_tensors
+        return _across(ctx, grad, -grad_length * length)[0]
 
     @staticmethod
     def jvp(ctx: Any, change: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, length, largest = ctx.saved_tensors
-        total = length * largest
-        direction = x / total
-        along = (change * direction).sum(-1, keepdim=True)
-        moved = torch.addcmul(change, direction, along, value=-1) / total
+        _, _, largest = ctx.saved_tensors
+        moved, along = _across(ctx, change, 0.0)
         return moved, along / largest, None
+
+
+def _across(ctx: Any, change: Tensor, more: Tensor | float) -> tuple[Tensor, Tensor]:
+    """The part of a change across the unit vectors, a length each; and the part along, ``more``."""
+    x, length, largest = ctx.saved_tensors
+    total = length * largest
+    direction = x / total
+    along = (change * direction).sum(-1, keepdim=True) + more
+    return torch.addcmul(change, direction, along, value=-1).div_(total), along
 
 
 def _exp_or_raise(log_scale: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from softmax_rnn.data.source import Part
 _CHARACTERS, _PARTS = 2**20, 4096  # of a chunk, whichever is reached first
 _AHEAD = 4  # chunks waiting for each thread
 AT_ONCE = 8  # passages in a call: what is known of more leaves a core's cache
-_OWN_THREADS = "TOKENIZERS_PARALLELISM"
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 Encoded = tuple[NDArray[Any], NDArray[np.int64]]  # tokens, and how many each passage has
 
@@ -108,7 +108,7 @@ def encode_all(
     """
     tokenizer = encoder.start()
     waiting: deque[tuple[list[Part], Future[Encoded]]] = deque()
-    with _a_core_a_call:
+    with _parallelism_off:
         pool = ThreadPoolExecutor(workers, "tokenise")
         try:
             for chunk in work:
@@ -123,7 +123,7 @@ def encode_all(
             pool.shutdown(cancel_futures=True)
 
 
-class _ACoreACall:
+class _ParallelismOff:
     """While any caller is within, the tokenizers' own threads (one a core a call) are off."""
 
     def __init__(self) -> None:
@@ -133,8 +133,8 @@ class _ACoreACall:
     def __enter__(self) -> None:
         with self.lock:
             if not self.callers:
-                self.before = os.environ.get(_OWN_THREADS)
-                os.environ[_OWN_THREADS] = "false"
+                self.before = os.environ.get(_PARALLELISM)
+                os.environ[_PARALLELISM] = "false"
             self.callers += 1
 
     def __exit__(self, *_: object) -> None:
@@ -142,9 +142,9 @@ class _ACoreACall:
             self.callers -= 1
             if self.callers:
                 return
-            os.environ.pop(_OWN_THREADS, None)
+            os.environ.pop(_PARALLELISM, None)
             if self.before is not None:
-                os.environ[_OWN_THREADS] = self.before
+                os.environ[_PARALLELISM] = self.before
 
 
-_a_core_a_call = _ACoreACall()
+_parallelism_off = _ParallelismOff()
