@@ -58,7 +58,7 @@ def require(path: Path, data: Any, rules: Mapping[str, Rule], where: str = "") -
         raise wrong(path, where.rstrip(".") or "all of it", MAPPING.words, data)
     for key, rule in rules.items():
         if key not in data:
-            raise ValueError(f"{path} has no {where + key!r}.")
+            raise ValueError(f"{path}: {where}{key} is missing.")
         if not rule.fits(data[key]):
             raise wrong(path, where + key, rule.words, data[key])
 

@@ -61,8 +61,10 @@ def test_a_check(check: Check, loss: float, outcome: str, tmp_path: Path) -> Non
 def test_spikes_are_counted(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, {"softmax": 1.5, "gate": 1.5})
     for seed, folder in runs["gate"].items():
+        last = folder.metrics.iloc[-1].to_dict()
         for step in range(210, 300, 10):
-            append_row(folder.metrics_file, {"step": step, "loss": 9.0 if step == 250 else 1.5})
+            row = {**last, "step": step, "tokens": 2048 * step}
+            append_row(folder.metrics_file, {**row, "loss": 9.0 if step == 250 else 1.5})
         assert loss_spikes(folder.metrics.loss) == 1, seed
     check = Check("gate", "spikier", "softmax")
     assert examine(check, runs, "").spikes == (3, 0)

@@ -107,7 +107,8 @@ def test_where_text_lies_and_what_is_kept_may_differ(tmp_path: Path) -> None:
 
 def test_training_curves_are_means_over_full_windows(tmp_path: Path) -> None:
     run = made_up(tmp_path, "softmax", 0, 1.5)
-    rows = [{"step": i, "tokens": i, "loss": float(i)} for i in range(1, 83)]
+    (row, *_) = run.metrics.to_dict("records")
+    rows = [{**row, "step": i, "tokens": i, "loss": float(i)} for i in range(1, 83)]
     run.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (curve,) = curves([run], "train")  # 82 rows are 27 windows of 3, and one row at the start
     assert curve.tokens.tolist() == list(range(4, 83, 3))

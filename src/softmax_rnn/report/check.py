@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from softmax_rnn.data.manifest import SPLITS
-from softmax_rnn.rules import MAPPING, POSITIVE, TEXT, Rule, require, whole, wrong
-from softmax_rnn.training.folder import RunFolder, read_rows
+from softmax_rnn.rules import POSITIVE, require, whole, wrong
+from softmax_rnn.training.folder import RunFolder
 
 _SUMMARY = {
     "parameters": whole(1),
@@ -19,9 +18,6 @@ _SUMMARY = {
     "tokens_per_second": POSITIVE,
     "peak_memory_bytes": whole(),
 }
-_METRICS = {"step": whole(1), "tokens": whole(1), "loss": POSITIVE}
-_EVALUATIONS = {"step": whole(), "tokens": whole(), "test_loss": POSITIVE}
-_COUNTS = {"tokens": whole(), "sha256": TEXT}
 
 
 def check_run(run: RunFolder) -> None:
@@ -31,18 +27,17 @@ def check_run(run: RunFolder) -> None:
         ValueError: naming the file that is damaged, and what is wrong with it.
         OSError: naming the file that is not there.
     """
-    assert run.config is not None  # says itself which file and key
-    summary = run.path / "summary.json"
-    require(summary, _read(summary, lambda: run.summary), _SUMMARY)
-    path = run.environment_file
-    environment = _read(path, lambda: run.environment)
-    require(path, environment, {"corpus": MAPPING})
-    for split in SPLITS:
-        require(path, environment["corpus"].get(split), _COUNTS, f"corpus.{split}.")
-    _check_rows(run.metrics_file, _METRICS)
-    _check_rows(run.evaluations_file, _EVALUATIONS)
+    _ = run.config, run.corpus  # they look at their own files
+    require(run.summary_file, run.summary, _SUMMARY)
+    _check_rows(run.metrics_file, run.metrics)
+    _check_rows(run.evaluations_file, run.evaluations)
     path = run.path / "test_losses.npy"
-    losses = _read(path, lambda: run.test_losses)
+    try:
+        losses = run.test_losses
+    except OSError:
+        raise  # names the file itself
+    except Exception as error:  # numpy's reader raises what it meets
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if losses.dtype != np.float64 or losses.ndim != 1 or not len(losses):
         found = f"{losses.dtype}{list(losses.shape)}"
         raise wrong(path, "the array", "float64, one number a test block", found)
@@ -50,22 +45,9 @@ def check_run(run: RunFolder) -> None:
         raise wrong(path, "every loss", POSITIVE.words, losses)
 
 
-def _read(path: Path, read: Callable[[], Any]) -> Any:
-    try:
-        return read()
-    except OSError:
-        raise  # names the file itself
-    except Exception as error:  # every parser has errors of its own
-        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _check_rows(path: Path, rules: dict[str, Rule]) -> None:
-    rows = _read(path, lambda: read_rows(path))
-    if not rows:
+def _check_rows(path: Path, table: pd.DataFrame) -> None:
+    if table.empty:
         raise ValueError(f"{path} holds no row.")
-    before = -1
-    for number, row in enumerate(rows, start=1):
-        require(path, row, rules, f"line {number}: ")
-        if row["tokens"] <= before:
-            raise wrong(path, f"line {number}: tokens", f"more than {before}", row["tokens"])
-        before = row["tokens"]
+    for number, (before, now) in enumerate(itertools.pairwise(table.tokens), start=2):
+        if now <= before:
+            raise wrong(path, f"line {number}: tokens", f"more than {before}", now)

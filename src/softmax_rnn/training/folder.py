@@ -35,13 +35,23 @@ from numpy.typing import NDArray
 
 from softmax_rnn.data.manifest import SPLITS
 from softmax_rnn.files import file_aside, sync, write_json
-from softmax_rnn.rules import MAPPING, TEXT, require, whole
+from softmax_rnn.rules import MAPPING, POSITIVE, TEXT, Rule, require, whole
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.training.config import RunConfig
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _ROWS = ("metrics.jsonl", "evaluations.jsonl", "events.jsonl")
-_REAL = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "test_loss")
+_COLUMNS = {
+    "metrics.jsonl": {
+        "step": whole(1),
+        "tokens": whole(1),
+        "loss": POSITIVE,
+        "learning_rate": POSITIVE,
+        "grad_norm": Rule("a finite number >= 0, or null", lambda x: x is None or POSITIVE.fits(x)),
+        "tokens_per_second": POSITIVE,
+    },
+    "evaluations.jsonl": {"step": whole(), "tokens": whole(), "test_loss": POSITIVE},
+}
 # What may change when a run goes on: no update depends on it, but for rounding.
 _FREE = ("skip_non_finite", "keep_checkpoints", "accumulation", "fsdp")
 _COUNTS = {"tokens": whole(), "sha256": TEXT}
@@ -62,7 +72,7 @@ class RunFolder:
     @property
     def finished(self) -> bool:
         """Whether the run has written its results."""
-        return (self.path / "summary.json").exists()
+        return self.summary_file.exists()
 
     @property
     def config_file(self) -> Path:
@@ -92,12 +102,12 @@ class RunFolder:
     @property
     def metrics(self) -> pd.DataFrame:
         """The training rows."""
-        return _table(read_rows(self.metrics_file))
+        return _table(self.metrics_file)
 
     @property
     def evaluations(self) -> pd.DataFrame:
         """The evaluation rows."""
-        return _table(read_rows(self.evaluations_file))
+        return _table(self.evaluations_file)
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -105,9 +115,14 @@ class RunFolder:
         return read_rows(self.events_file)
 
     @property
+    def summary_file(self) -> Path:
+        """The results of a finished run; no other has it."""
+        return self.path / "summary.json"
+
+    @property
     def summary(self) -> dict[str, Any]:
         """The results of a finished run."""
-        return json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+        return _read_json(self.summary_file)
 
     @property
     def environment_file(self) -> Path:
@@ -117,10 +132,7 @@ class RunFolder:
     @property
     def environment(self) -> dict[str, Any]:
         """Where the run ran, and on what."""
-        try:
-            return json.loads(self.environment_file.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self.environment_file} cannot be read: {error}") from error
+        return _read_json(self.environment_file)
 
     @property
     def corpus(self) -> dict[str, str]:
@@ -297,17 +309,42 @@ def differences(there: dict[str, Any], here: dict[str, Any], now: str = "now") -
     )
 
 
-def _table(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    table = pd.DataFrame(rows)  # integers beyond 64 bits would stay Python's
-    return table.astype({name: float for name in table.columns if name in _REAL})
+def _read_json(path: Path) -> Any:
+    with _reading(path):
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _table(path: Path) -> pd.DataFrame:
+    """The rows of a file in its columns; what else they hold is left out.
+
+    Raises:
+        ValueError: naming the line and the column that is not what it must be.
+    """
+    columns = _COLUMNS[path.name]
+    rows = read_rows(path)
+    for number, row in enumerate(rows, start=1):
+        require(path, row, columns, f"line {number}: ")
+    table = pd.DataFrame(rows, columns=list(columns))
+    # Whole numbers beyond 64 bits, and a column of nulls, would stay Python's objects.
+    return table.astype({name: float for name in columns if name not in ("step", "tokens")})
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSON-lines file; a last line that a kill cut short is left out."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    with _reading(path):
+        lines = path.read_text(encoding="utf-8").split("\n")
+        return [json.loads(line) for line in lines[:-1] if line]
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Errors of JSON and UTF-8 do not name the file."""
+    try:
+        yield
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:

@@ -211,7 +211,7 @@ def _finish(trainer: SpecTrainer, folder: RunFolder) -> None:
     assert trainer.test_losses is not None
     np.save(folder.path / "test_losses.npy", trainer.test_losses)
     write_json(
-        folder.path / "summary.json",
+        folder.summary_file,
         {
             "parameters": trainer.model.num_parameters(),
             "steps": config.steps,
