@@ -213,6 +213,39 @@ def test_damage_is_found_and_named(rows: Path, tmp_path: Path) -> None:
         prepare(str(rows), byte_tokenizer(), **options)
 
 
+@pytest.mark.usefixtures("scale")
+def test_what_was_found_well_is_not_read_again(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in somebody else's folder, where that cannot be noted."""
+    made = prepare(str(rows), byte_tokenizer(), cache=tmp_path, **SMALL)
+    read: list[str] = []
+    check = PreparedCorpus._check_hashes
+
+    def counted(self: PreparedCorpus, found: list[Any], *more: Any) -> None:
+        read.extend(path.name for path, _, _ in found)
+        check(self, found, *more)
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(PreparedCorpus, "_check_hashes", counted)
+    monkeypatch.setattr(Path, "touch", refuse)
+    corpus = PreparedCorpus.open(made.folder)
+    time.sleep(0.01)
+    shards = sorted(corpus.folder.glob("train-*"))
+    for shard in shards:
+        shard.write_bytes(shard.read_bytes())
+    corpus.check_unchanged()
+    assert sorted(read) == [shard.name for shard in shards]
+    corpus.check_unchanged()
+    assert len(read) == len(shards)
+    time.sleep(0.01)
+    shards[0].write_bytes(bytes(shards[0].stat().st_size))
+    with pytest.raises(CorpusError, match=shards[0].name):
+        corpus.check_unchanged()
+
+
 def test_a_prepared_folder_is_a_corpus(rows: Path, tmp_path: Path) -> None:
     made = prepare(str(rows), byte_tokenizer(), cache=tmp_path / "cache")
     shutil.copytree(made.folder, tmp_path / "copy")

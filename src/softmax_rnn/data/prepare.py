@@ -162,15 +162,19 @@ def _filled(folder: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
+        goes_on = "Finished shards are kept: make room, and the same command goes on"
         raise OSError(
             error.errno,
-            f"No space left on the disk of {parts}. Finished shards are kept: make room, and "
-            "the same command goes on",
+            f"No space left on the disk of {parts}. "
+            + (goes_on if _begun(parts) else "Make room: no shard was finished"),
         ) from error
     finally:
-        kept = ("stretch-*.json", "manifest.json")
-        if parts.exists() and not any(list(parts.glob(name)) for name in kept):
+        if parts.exists() and not _begun(parts):
             shutil.rmtree(parts, ignore_errors=True)  # nothing to go on from
+
+
+def _begun(parts: Path) -> bool:
+    return any(parts.glob("stretch-*.json")) or (parts / "manifest.json").exists()
 
 
 def _cores() -> int:

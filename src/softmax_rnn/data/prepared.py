@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ class PreparedCorpus:
 
     folder: Path
     manifest: dict[str, Any]
+    _well: dict[Path, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def open(cls, folder: Path) -> PreparedCorpus:
@@ -119,12 +120,14 @@ class PreparedCorpus:
         manifest = self.folder / "manifest.json"
         try:
             checked = manifest.stat().st_ctime_ns
-            later = [f for f in self._files() if f[0].stat().st_ctime_ns > checked]
+            changed = {f: f[0].stat().st_ctime_ns for f in self._files()}
         except FileNotFoundError as error:
             raise self.damaged(f"{Path(error.filename).name} is missing") from error
-        self._check_hashes(later)
+        later = {f: at for f, at in changed.items() if max(checked, self._well.get(f[0], 0)) < at}
+        self._check_hashes(list(later))
+        self._well.update({path: at for (path, _, _), at in later.items()})
         if later:
-            with contextlib.suppress(OSError):  # somebody else's folder: then again next time
+            with contextlib.suppress(OSError):  # somebody else's folder: others look again
                 manifest.touch()
 
     def _check_hashes(
