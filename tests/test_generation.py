@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from softmax_rnn.data.tokenizer import byte_tokenizer
 from softmax_rnn.generation import generate
+from softmax_rnn.training.checkpoint import CheckpointError, seal
 from test_modeling import build
 
 
@@ -47,10 +48,30 @@ def test_sampling_is_a_function_of_the_seed(tmp_path: Path) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_the_newest_checkpoint_of_a_run_is_taken(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_of_a_folder_is_taken(tmp_path: Path) -> None:
     saved(tmp_path / "checkpoint-9", "norm")
     saved(tmp_path / "checkpoint-10", "taylor:2")
     assert generate(tmp_path, "a", max_new_tokens=2).cache == "recurrent"
+
+
+def test_a_damaged_checkpoint_of_a_run_is_not_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").touch()  # a run's folder
+    older, newer = tmp_path / "checkpoint-9", tmp_path / "checkpoint-10"
+    for path, name in ((older, "norm"), (newer, "taylor:2")):
+        seal(saved(path, name))
+    assert generate(newer, "a", max_new_tokens=2).cache == "recurrent"
+    weights = bytearray((newer / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (newer / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ValueError, match="checkpoint-10 is damaged: model.safetensors is not what"):
+        generate(newer, "a", max_new_tokens=2)
+    assert generate(tmp_path, "a", max_new_tokens=2).cache == "key-value"
+    assert "checkpoint-10 is left out: model.safetensors is not" in capsys.readouterr().err
+    (older / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="No checkpoint in .* is whole"):
+        generate(tmp_path, "a", max_new_tokens=2)
 
 
 def test_a_prompt_is_tokenised_as_in_training(tmp_path: Path) -> None:

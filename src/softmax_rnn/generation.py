@@ -15,6 +15,8 @@ from softmax_rnn.data import load_tokenizer
 from softmax_rnn.errors import require_choice
 from softmax_rnn.models import SoftmaxRNNForCausalLM
 from softmax_rnn.models.loading import load_model
+from softmax_rnn.training.callbacks import notice
+from softmax_rnn.training.checkpoint import damage, newest_whole
 from softmax_rnn.training.folder import RunFolder
 
 CACHES = ("auto", "recurrent", "key-value", "none")
@@ -65,7 +67,7 @@ def generate(
     """Continue a prompt.
 
     Args:
-        checkpoint: a run's folder (its newest checkpoint is taken), or a saved model's.
+        checkpoint: a run's folder (its newest whole checkpoint is taken), or a saved model's.
         prompt: the text to continue; it must give at least one token.
         max_new_tokens: at most this many; the end-of-text token stops earlier.
         temperature: of sampling; 0 takes the likeliest token.
@@ -77,8 +79,8 @@ def generate(
 
     Raises:
         FileNotFoundError: if there is no model in the folder.
-        ValueError: for an option outside its range, or a recurrent cache for an attention that has
-            none.
+        ValueError: for an option outside its range, a recurrent cache for an attention that has
+            none, or a damaged checkpoint.
     """
     require_choice("cache", cache, CACHES)
     if temperature < 0:
@@ -128,15 +130,31 @@ def generate(
 
 
 def model_folder(path: Path) -> Path:
-    """The folder of a saved model: ``path`` itself, or its newest checkpoint."""
+    """The folder of a saved model: ``path`` itself, or a run's newest whole checkpoint.
+
+    Raises:
+        FileNotFoundError: if there is no model in the folder.
+        ValueError: if ``path`` is a damaged checkpoint.
+        CheckpointError: if all checkpoints of a run are damaged.
+    """
     if (path / "config.json").exists():
+        run = RunFolder(path.parent)
+        if run.exists and path in run.checkpoints and (wrong := damage(path)):
+            raise ValueError(f"{path} is damaged: {wrong}.")
         return path
-    checkpoints = RunFolder(path).checkpoints
+    run = RunFolder(path)
+    checkpoints = run.checkpoints
     if not checkpoints:
         raise FileNotFoundError(
             f"{path} holds no model: neither config.json nor a checkpoint-N folder."
         )
-    return checkpoints[-1]
+    if not run.exists:  # another trainer's: nothing says what was written
+        return checkpoints[-1]
+    found, left_out = newest_whole(checkpoints)
+    for name, wrong in left_out.items():
+        notice(f"{name} is left out: {wrong}.")
+    assert found is not None
+    return found
 
 
 def _cache(model: SoftmaxRNNForCausalLM, name: str) -> Cache | None:

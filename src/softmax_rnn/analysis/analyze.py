@@ -211,8 +211,8 @@ def analyze_checkpoint(
     """As :func:`analyze`, of a saved model on the test split of its run's corpus.
 
     Args:
-        path: a run's folder (its newest checkpoint is taken), a checkpoint in it, or a saved
-            model's folder.
+        path: a run's folder (its newest whole checkpoint is taken), a checkpoint in it, or a
+            saved model's folder.
         blocks: test blocks to measure on, spread evenly over the split; all if it has fewer.
         order: the highest power to report.
         tolerance: the relative error that ``order_needed`` stays within.
@@ -221,7 +221,8 @@ def analyze_checkpoint(
 
     Raises:
         FileNotFoundError: if there is no model in the folder.
-        ValueError: for options or a corpus that will not do, or a model of another kind.
+        ValueError: for options or a corpus that will not do, a model of another kind, or a damaged
+            checkpoint.
     """
     if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
         raise ValueError(f"blocks must be an integer >= 1, not {blocks!r}.")

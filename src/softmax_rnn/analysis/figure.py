@@ -40,7 +40,7 @@ def draw(analysis: Analysis, folder: Path, *, title: str = "") -> list[Path]:
         _draw_orders(axes[2], analysis)
         figure.legend(loc="outside lower right", ncols=3, frameon=False)
         if title:
-            figure.suptitle(title, fontsize=10)
+            figure.suptitle(title, fontsize=10, parse_math=False)
         return save(figure, folder / "analysis")
 
 
