@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
 import softmax_rnn
-from softmax_rnn import commands
+from made_up import made_up
+from softmax_rnn import cli, commands, files
 from softmax_rnn.cli import main
 from softmax_rnn.errors import EXIT_CODES
 from softmax_rnn.training import RunConfig
@@ -271,3 +274,68 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert stop.value.code == 0
     assert softmax_rnn.__version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_a_process_of_several_ends_without_its_interpreter(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of gloo may abort one that ends; what waits for its end is called first."""
+    calls: list[object] = []
+    monkeypatch.setattr(cli, "main", lambda: code)
+    monkeypatch.setattr(cli, "take_repeated_signals", lambda: calls.append("signals"))
+    monkeypatch.setattr(cli.atexit, "_run_exitfuncs", lambda: calls.append("atexit"))
+    monkeypatch.setattr(cli.os, "_exit", lambda code: calls.append(code))
+    signals = ["signals"] if code == 75 else []
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        cli.process()
+    assert (stop.value.code, calls) == (code, signals)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    calls.clear()
+    with pytest.raises(SystemExit):  # were this no test, it would be gone
+        cli.process()
+    assert calls == [*signals, "atexit", code]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "runs"],
+        ["analyze", "runs/norm-0", "--out", "file/below"],
+        ["compare", "softmax", "--out", "file", "--corpus", "stdlib"],
+        ["train", "--out", "x" * 300],
+    ],
+)
+def test_a_folder_that_will_not_do_is_wrong_input(
+    words: list[str],
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is told before there is any work in vain."""
+    made_up(tmp_path / "runs", "norm", 0, 1.5)
+    (tmp_path / "file").touch()
+
+    def read_only(**_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", read_only)
+    words = [str(texts) if word == "stdlib" else word for word in words]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert re.search(r"Nothing can be written in .* \(.*\): choose|File name too long", told)
+
+
+def test_names_are_words_and_no_markup(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "br[/b]x$\\frac$"
+    assert main(["compare", "softmax", *options(texts, out)]) == 0
+    assert "in " in capsys.readouterr().out
+    assert main(["analyze", str(out / "softmax-seed0"), "--blocks", "1", "--order", "2"]) == 0
+    run = tmp_path / "run$\\frac$"
+    (out / "softmax-seed0").rename(run)
+    assert main(["analyze", str(run), "--blocks", "1", "--order", "2"]) == 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import difflib
 import faulthandler
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -17,9 +19,10 @@ from torch import OutOfMemoryError
 from softmax_rnn.commands import COMMANDS
 from softmax_rnn.errors import EXIT_CODES, ExitCode
 from softmax_rnn.experiments.compare import RunsFailedError
+from softmax_rnn.files import UNUSABLE
 from softmax_rnn.rules import parse_yaml
 from softmax_rnn.training import RunConfig
-from softmax_rnn.training.stopping import RunStopped
+from softmax_rnn.training.stopping import RunStopped, take_repeated_signals
 from softmax_rnn.training.trainer import NonFiniteError
 from softmax_rnn.version import __version__
 
@@ -51,6 +54,20 @@ class _Parser(ArgumentParser):
         return names
 
 
+def process() -> NoReturn:
+    """The command of this process, which ends with its exit code."""
+    code = main()
+    if code == ExitCode.STOPPED:
+        take_repeated_signals()
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        # A thread of gloo that lets go of a tensor while the interpreter ends would abort it.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its :class:`ExitCode`."""
     if not faulthandler.is_enabled():
@@ -59,9 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parsed = _parser(_preset(words)).parse_args(words)
         return COMMANDS[parsed.subcommand].run(parsed[parsed.subcommand])
-    except (ValueError, FileNotFoundError, PermissionError) as error:
+    except (ValueError, FileNotFoundError) as error:
         return _told(ExitCode.WRONG_INPUT, f"error: {error}")
-    except (NonFiniteError, RunsFailedError, OSError) as error:
+    except OSError as error:
+        users = error.errno in UNUSABLE
+        return _told(ExitCode.WRONG_INPUT if users else ExitCode.FAILED, f"error: {error}")
+    except (NonFiniteError, RunsFailedError) as error:
         return _told(ExitCode.FAILED, f"error: {error}")
     except (OverflowError, FloatingPointError, MemoryError, OutOfMemoryError) as error:
         return _told(ExitCode.FAILED, f"error: {type(error).__name__}: {error}")

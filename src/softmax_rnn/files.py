@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# What is the user's to change; a full disk, say, is the machine's.
+UNUSABLE = (
+    *(errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOENT),
+    *(errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
+)
 _ASIDE = re.compile(r"\..+\.(\d+|parts)")  # the names given below, and a checkpoint's parts
 
 
@@ -49,6 +56,30 @@ def folder_aside(path: Path) -> Iterator[Path]:
             aside.replace(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Tell that a folder, or its place, is not one to write to, as a ``ValueError``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNUSABLE:
+            raise
+        raise ValueError(
+            f"Nothing can be written in {folder} ({error.strerror}): choose another folder."
+        ) from error
+
+
+def make_writable(folder: Path) -> None:
+    """Make a folder, unless it is there, and try whether it can be written to.
+
+    Raises:
+        ValueError: if not.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def sync(path: Path) -> None:

@@ -31,6 +31,7 @@ from softmax_rnn.experiments.launch import LocalLauncher, _LocalJob
 from softmax_rnn.experiments.run import PlannedRun
 from softmax_rnn.training import RunConfig, train
 from softmax_rnn.training.folder import RunFolder
+from softmax_rnn.training.run import load_blocks
 from softmax_rnn.training.stopping import RunStopped
 from tiny import tiny
 
@@ -84,6 +85,28 @@ def test_runs_are_run_once_and_failures_told(texts: Path, tmp_path: Path, consol
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "softmax-seed0  test loss" in shown
     assert "failed" in shown
+
+
+def test_a_run_that_was_left_alone_is_named(texts: Path, tmp_path: Path, console: Console) -> None:
+    """It goes on after its parent was killed, and nobody else can have its folder."""
+    root = tmp_path / "runs"
+    (run,) = compare_configs(["norm"], [0], tiny(texts), root)
+    run.folder.make()
+    manifest = load_blocks(run.config)[0].manifest
+    run.folder.record_session({}, run.config.spec, manifest)
+    run.config.save(run.folder.config_file)
+    with (
+        run.folder.locked(),
+        pytest.raises(ValueError, match=f"norm-seed0 is in use by process {os.getpid()} on"),
+    ):
+        run_all([run], root, console=console)
+    assert not (root / "logs").exists()
+
+
+def test_of_a_progress_bar_the_last_state_is_told(tmp_path: Path) -> None:
+    bar = "".join(f"\r{done}%" for done in range(5000))
+    (tmp_path / "log").write_text(f"first{bar}\nerror: the reason\r\n")
+    assert compare_module._last_lines(tmp_path / "log") == "4999%\nerror: the reason\n"
 
 
 def sleepers(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[tuple[str, str | None]]:

@@ -79,6 +79,11 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         plan_table("figure4", "demo", tmp_path, "H200", variants=["nrom"])
 
 
+def test_a_seed_that_is_given_twice_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="A seed is given twice: 0, 0"):
+        plan_table("figure4", "demo", tmp_path, "A100-80GB", seeds=[0, 0])
+
+
 def test_some_of_a_figures_variants() -> None:
     table = plan_table("figure6", "demo", Path("runs"), "H200", seeds=[5], variants=["gate"])
     assert list(table.run) == ["base-stdlib/gate-seed5"]

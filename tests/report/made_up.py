@@ -42,6 +42,8 @@ def made_up(
         "test_loss": float(losses.mean()),
         "tokens_per_second": 12345.0,
         "peak_memory_bytes": 2**30,
+        "skipped_steps": 0,
+        "loss_spikes": 0,
         "seconds": 60.0,
     }
     (folder.path / "summary.json").write_text(json.dumps(summary))

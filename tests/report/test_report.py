@@ -129,6 +129,28 @@ def test_seeds_may_have_tokens_of_their_own(tmp_path: Path) -> None:
         assert np.isfinite(curve.mean).all()
 
 
+def test_steps_without_update_are_gaps_and_are_counted(tmp_path: Path) -> None:
+    runs = [made_up(tmp_path, name, seed, 1.5) for name in ("softmax", "norm") for seed in (0, 1)]
+    header, *_ = cells(results(runs))
+    assert header[-1] == "peak memory"
+    rows = [json.loads(line) for line in runs[3].metrics_file.read_text().splitlines()]
+    for place, row in enumerate(rows):
+        row["loss"] = None if place in (4, 5, 6, 19) else row["loss"] + 0.02
+    runs[3].metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = {**runs[3].summary, "skipped_steps": 1234}
+    runs[3].summary_file.write_text(json.dumps(summary))
+    table, _ = report(find_runs(tmp_path), tmp_path)
+    header, softmax, norm = cells(table)
+    assert (header[-1], softmax[-1], norm[-1]) == ("steps skipped", "0", "1,234")
+    _, curve = curves(runs, "train")
+    assert np.flatnonzero(np.isnan(curve.mean)).tolist() == [4, 5, 6, 19]
+    assert curve.last == pytest.approx(1.51 + 5 / 190)
+    page = (tmp_path / "report.html").read_text()
+    (data,) = re.findall(r'<script type="application/json">(.*?)</script>', page)
+    norm_curve = json.loads(data, parse_constant=pytest.fail)["train"][0][1]
+    assert [norm_curve[name].count(None) for name in ("mean", "low", "high")] == [4] * 3
+
+
 def test_runs_with_other_rows_are_refused(tmp_path: Path) -> None:
     runs = [made_up(tmp_path, "softmax", seed, 1.5) for seed in (0, 1)]
     lines = runs[1].metrics_file.read_text().splitlines(keepends=True)

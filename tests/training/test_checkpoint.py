@@ -81,6 +81,18 @@ def test_only_whole_ones_are_counted_and_kept(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoint-12").iterdir()] == ["new"]
 
 
+def test_a_damaged_one_pushes_no_whole_one_out(texts: Path, tmp_path: Path) -> None:
+    folder = train(tiny(texts, steps=12, save_every=4, keep_checkpoints=2), tmp_path / "run")
+    assert [path.name for path in folder.checkpoints] == ["checkpoint-8", "checkpoint-12"]
+    (folder.path / "summary.json").unlink()
+    for _ in range(2):  # the second time the place is taken
+        (folder.checkpoints[-1] / "model.safetensors").write_bytes(b"")
+        train(tiny(texts, steps=12, save_every=2, keep_checkpoints=2), folder.path, resume=True)
+        (folder.path / "summary.json").unlink()
+        assert [path.name for path in folder.checkpoints] == ["checkpoint-10", "checkpoint-12"]
+        assert (folder.path / "checkpoint-12.damaged").is_dir()
+
+
 def test_rows_go_on_from_the_checkpoints_own(texts: Path, tmp_path: Path) -> None:
     """Whatever became of the files since."""
     folder = train(tiny(texts), tmp_path / "run")

@@ -242,6 +242,13 @@ def test_checkpoints_draw_no_bars_over_the_runs_own(
     assert "model shards" not in capfd.readouterr().err
 
 
+def test_a_bar_in_a_file_stays_small(
+    texts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny(texts, steps=40, log_every=1), tmp_path / "run")
+    assert 1 < capfd.readouterr().err.count("step/s") <= 3
+
+
 def test_somebody_elses_repository_is_not_the_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

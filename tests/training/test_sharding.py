@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import distributed
@@ -53,6 +56,20 @@ def test_a_run_leaves_the_group_it_joined(
         with pytest.raises(type(ends)):
             run()
     assert distributed.is_initialized() != left
+
+
+def test_a_group_that_was_left_is_kept(tmp_path: Path) -> None:
+    """DDP would wait for its threads with Python's lock, which one of them may be waiting for."""
+    groups: list[weakref.ref[Any]] = []
+
+    @leaving_its_group()
+    def run() -> None:
+        join(tmp_path)
+        groups.append(weakref.ref(distributed.group.WORLD))
+
+    run()
+    gc.collect()
+    assert groups[0]() is not None
 
 
 def test_a_group_of_the_caller_stays(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -119,3 +121,21 @@ def test_a_thread_gets_no_signals() -> None:
     thread.start()
     thread.join()
     assert found == [True, "A limit of time needs the main thread."]
+
+
+def test_the_same_wish_again_does_not_disturb_the_end() -> None:
+    """A scheduler sends SIGTERM, and a parent passes it on, to a process that has saved."""
+    code = (
+        "import signal, softmax_rnn.training.stopping as s; s.take_repeated_signals();"
+        "[signal.raise_signal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)];"
+        "s._AGAIN = 0.0; print('here', flush=True); signal.raise_signal(signal.SIGTERM);"
+        "print('not here')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "here\n"
+    assert done.returncode == -signal.SIGTERM
+
+
+def test_a_duration_that_no_timer_takes_is_named() -> None:
+    with pytest.raises(ValueError, match="at most 10000 days, not '99999999999999d'"):
+        seconds("99999999999999d")

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from softmax_rnn.training import RunConfig
-from softmax_rnn.training.folder import RunFolder
+from softmax_rnn.training.folder import RunFolder, read_rows
 
 TIMED = "tokens_per_second"
 TINY: dict[str, Any] = {
@@ -35,7 +35,7 @@ def tiny(texts: Path, **fields: Any) -> RunConfig:
 
 def rows(folder: RunFolder) -> list[dict[str, Any]]:
     """All logged rows without their timing."""
-    both = [*folder.metrics.to_dict("records"), *folder.evaluations.to_dict("records")]
+    both = [*read_rows(folder.metrics_file), *read_rows(folder.evaluations_file)]
     return [{key: value for key, value in row.items() if key != TIMED} for row in both]
 
 

@@ -25,7 +25,8 @@ from rich.table import Column
 
 from softmax_rnn.errors import ExitCode
 from softmax_rnn.experiments.launch import Job, Launcher, launcher
-from softmax_rnn.experiments.run import PlannedRun
+from softmax_rnn.experiments.run import PlannedRun, require_different
+from softmax_rnn.files import make_writable
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder
@@ -55,8 +56,7 @@ def compare_configs(
         if spec in names:
             raise ValueError(f"A variant is named twice: {names[spec]!r} and {name!r} are one.")
         names[spec] = name
-    if len(set(seeds)) < len(seeds):
-        raise ValueError(f"A seed is given twice: {', '.join(map(str, seeds))}.")
+    require_different(seeds)
     return [
         PlannedRun(
             replace(base, attention=variant, seed=seed),
@@ -101,7 +101,9 @@ def run_all(
         _check(runs)
         if not waiting:
             return
-        console.print(f"{len(waiting)} runs, {len(launch.slots)} at a time, {launch}, in {root}")
+        make_writable(root)
+        about = f"{len(waiting)} runs, {len(launch.slots)} at a time, {launch}, in {root}"
+        console.print(about, markup=False)  # a path may hold brackets
         stop.defer()
         with _progress(console) as progress:
             ended = _work(waiting, root, launch, stop, progress)
@@ -113,7 +115,8 @@ def run_all(
     }
     if failed and not stop.code:
         ends = "\n".join(
-            f"--- {label}: {_ended(job.poll())}\n{_tail(job.log)}" for label, job in failed.items()
+            f"--- {label}: {_ended(job.poll())}\n{_last_lines(job.log)}"
+            for label, job in failed.items()
         )
         raise RunsFailedError(f"{len(failed)} of {len(waiting)} runs did not finish.\n{ends}")
     if unfinished:
@@ -121,7 +124,7 @@ def run_all(
 
 
 def _check(runs: Sequence[PlannedRun]) -> None:
-    """Every corpus, and that every folder holds the run that is meant."""
+    """Every corpus, and that every folder holds the run that is meant, and nobody is at it."""
     manifests: dict[RunConfig, dict[str, Any]] = {}
     for run in runs:
         conditions = replace(run.config, attention="softmax", seed=0)
@@ -131,6 +134,9 @@ def _check(runs: Sequence[PlannedRun]) -> None:
             manifests[conditions] = load_blocks(conditions)[0].manifest
         if run.folder.exists:
             run.folder.check_same_corpus(manifests[conditions])
+        if run.folder.exists and not run.folder.finished:
+            with run.folder.locked():
+                pass  # else a run that was left alone is still at it
 
 
 def _work(
@@ -170,15 +176,15 @@ def _work(
                 run, slot, started = job
                 bar, code = bars[run.folder.path], started.poll()
                 row = _last_row(run.folder.metrics_file)
-                news = f"loss {row['loss']:.3f}" if row else "starting"
-                progress.update(bar, completed=row["step"] if row else 0, news=news)
+                progress.update(bar, completed=row["step"] if row else 0, news=_news(row))
                 if code is not None:
                     ended[run.folder.path] = started
                     running.remove(job)
                     slots.append(slot)
                     progress.stop_task(bar)
                     progress.update(bar, news=_outcome(run, code))
-                    progress.console.print(f"{run.label(root).ljust(width)}  {_outcome(run, code)}")
+                    ending = f"{run.label(root).ljust(width)}  {_outcome(run, code)}"
+                    progress.console.print(ending, markup=False)
     finally:
         for _, _, started in running:
             started.terminate()
@@ -189,7 +195,7 @@ def _work(
 
 def _progress(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
         BarColumn(bar_width=12),
         TaskProgressColumn(),
         TimeRemainingColumn(),
@@ -197,6 +203,12 @@ def _progress(console: Console) -> Progress:
         console=console,
         speed_estimate_period=60,
     )
+
+
+def _news(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "starting"
+    return "no update" if row["loss"] is None else f"loss {row['loss']:.3f}"
 
 
 def _outcome(run: PlannedRun, code: int) -> str:
@@ -211,13 +223,19 @@ def _ended(code: int | None) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _last_row(path: Path) -> dict[str, float] | None:
+def _last_row(path: Path) -> dict[str, Any] | None:
     """The last whole row of a file of rows, without reading it all."""
     lines = _tail(path, 4096).split("\n")[:-1]
     return json.loads(lines[-1]) if lines else None
 
 
-def _tail(path: Path, size: int = 2000) -> str:
+def _last_lines(log: Path, size: int = 2000) -> str:
+    """The end of what a run printed; of a progress bar its last state."""
+    lines = _tail(log, 2**16).split("\n")
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)[-size:]
+
+
+def _tail(path: Path, size: int) -> str:
     if not path.exists():
         return ""
     with path.open("rb") as file:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from softmax_rnn.errors import unknown
-from softmax_rnn.experiments.run import PlannedRun
+from softmax_rnn.experiments.run import PlannedRun, require_different
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder
 
@@ -127,7 +127,12 @@ def planned(
     seeds: tuple[int, ...],
     fields: Mapping[str, Any] | None = None,
 ) -> list[PlannedRun]:
-    """Every run of an experiment, each once, seed after seed."""
+    """Every run of an experiment, each once, seed after seed.
+
+    Raises:
+        ValueError: for a seed given twice, or fields that will not do.
+    """
+    require_different(seeds)
     runs = {}
     for seed in seeds:
         for panel in experiment.panels:

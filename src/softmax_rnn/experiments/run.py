@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,12 @@ class PlannedRun:
     def label(self, root: Path) -> str:
         """What tells the run from all others below ``root``."""
         return self.folder.path.relative_to(root).as_posix()
+
+
+def require_different(seeds: Sequence[int]) -> None:
+    """Raise ``ValueError`` for a seed that is given twice."""
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"A seed is given twice: {', '.join(map(str, seeds))}.")
 
 
 def config_file(run: PlannedRun, root: Path) -> Path:

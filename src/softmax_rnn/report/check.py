@@ -17,6 +17,8 @@ _SUMMARY = {
     "test_loss": POSITIVE,
     "tokens_per_second": POSITIVE,
     "peak_memory_bytes": whole(),
+    "skipped_steps": whole(),
+    "loss_spikes": whole(),
 }
 
 
@@ -30,6 +32,8 @@ def check_run(run: RunFolder) -> None:
     _ = run.config, run.corpus  # they look at their own files
     require(run.summary_file, run.summary, _SUMMARY)
     _check_rows(run.metrics_file, run.metrics)
+    if run.metrics.loss.isna().all():
+        raise ValueError(f"{run.metrics_file} holds no loss.")
     _check_rows(run.evaluations_file, run.evaluations)
     path = run.path / "test_losses.npy"
     try:

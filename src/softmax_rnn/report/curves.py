@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,15 +27,25 @@ class Curve:
     low: NDArray[np.float64]
     high: NDArray[np.float64]
 
+    @property
+    def last(self) -> float:
+        """The last mean that is one; a training curve has gaps where no step made an update."""
+        means = self.mean[~np.isnan(self.mean)]
+        return float(means[-1]) if len(means) else math.nan
+
 
 def curves(runs: Sequence[RunFolder], split: str) -> list[Curve]:
     """One curve a variant: ``test`` (every evaluation) or ``train`` (means over windows)."""
     drawn = []
     for variant, seeds in by_variant(runs).items():
-        rows = [_rows(run, split) for run in seeds.values()]
-        tokens = np.mean([row.tokens for row in rows], axis=0)  # of documents each seed has its own
-        drawn.append(Curve(variant, tokens, *seed_interval(np.stack([row.loss for row in rows]))))
+        drawn.append(mean_curve(variant, [_rows(run, split) for run in seeds.values()]))
     return drawn
+
+
+def mean_curve(variant: str, seeds: Sequence[pd.DataFrame]) -> Curve:
+    """The curve of a variant from each seed's points: their tokens and losses."""
+    tokens = np.mean([points.tokens for points in seeds], axis=0)  # of documents each has its own
+    return Curve(variant, tokens, *seed_interval(np.stack([points.loss for points in seeds])))
 
 
 def seed_interval(losses: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
@@ -51,7 +62,11 @@ def _rows(run: RunFolder, split: str) -> pd.DataFrame:
     if split == "test":
         return run.evaluations.rename(columns={"test_loss": "loss"})
     rows = run.metrics
-    size = max(1, -(-len(rows) // _SMOOTHED_TO))
+    return windows(rows, max(1, -(-len(rows) // _SMOOTHED_TO)))
+
+
+def windows(rows: pd.DataFrame, size: int) -> pd.DataFrame:
+    """Training rows as means over ``size`` of them, less those at the start that fill none."""
     rows = rows.iloc[len(rows) % size :]  # a short window at the end would make the curves jump
     window = np.arange(len(rows)) // size
     return rows.groupby(window).agg({"tokens": "last", "loss": "mean"})

@@ -48,7 +48,7 @@ def save(figure: Figure, stem: Path) -> list[Path]:
 
 def panel(ax: Axes, lines: list[Curve], title: str) -> None:
     """Draw curves with their bands into one pair of axes, the lowest named first."""
-    for line in sorted(lines, key=lambda line: line.mean[-1]):
+    for line in sorted(lines, key=lambda line: line.last):
         look = style(line.variant)
         ax.plot(
             line.tokens / 1e6,
@@ -58,7 +58,7 @@ def panel(ax: Axes, lines: list[Curve], title: str) -> None:
             linewidth=1.4,
             marker="o" if len(line.tokens) < 20 else None,
             markersize=3,
-            label=f"{line.variant}  {line.mean[-1]:.3f}",
+            label=f"{line.variant}  {line.last:.3f}",
         )
         if (line.high > line.low).any():
             ax.fill_between(
@@ -79,4 +79,4 @@ def panel(ax: Axes, lines: list[Curve], title: str) -> None:
 def log_limits(lines: list[Curve]) -> tuple[float, float]:
     """Limits of the loss axis: they hold every line after its steep start."""
     shown = np.concatenate([line.mean[line.tokens >= _START * line.tokens[-1]] for line in lines])
-    return 0.97 * float(shown.min()), 1.03 * float(shown.max())
+    return 0.97 * float(np.nanmin(shown)), 1.03 * float(np.nanmax(shown))

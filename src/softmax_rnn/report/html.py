@@ -10,15 +10,15 @@ from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
-import yaml
 from jinja2 import Environment, PackageLoader
 from numpy.typing import NDArray
 from plotly.offline import get_plotlyjs
 
-from softmax_rnn.report.curves import Curve, curves, seed_interval
+from softmax_rnn.report.curves import Curve, curves, mean_curve, windows
 from softmax_rnn.report.figure import log_limits
 from softmax_rnn.report.style import style
 from softmax_rnn.report.table import by_variant, cells, label
+from softmax_rnn.rules import format_yaml
 from softmax_rnn.training.folder import RunFolder
 
 # A training curve has at most so many points, which is what a screen shows.
@@ -88,8 +88,8 @@ def _section(place: Place, folder: Path) -> dict[str, Any]:
                 "name": f"{label(run)}, seed {run.config.seed}",
                 "folder": run.path.name,
                 "link": quote(Path(os.path.relpath(run.config_file, folder)).as_posix()),
-                "config": yaml.safe_dump(run.config.to_dict(), sort_keys=False),
-                "environment": yaml.safe_dump(run.environment, sort_keys=False),
+                "config": format_yaml(run.config.to_dict()),
+                "environment": format_yaml(run.environment),
             }
             for run in place.runs
         ],
@@ -122,19 +122,13 @@ def _train_levels(runs: Sequence[RunFolder]) -> list[tuple[int, list[Curve]]]:
     return [
         (
             size * runs[0].config.log_every,
-            [_windows(variant, seeds, size) for variant, seeds in logged.items()],
+            [
+                mean_curve(variant, [windows(metrics, size) for metrics in seeds])
+                for variant, seeds in logged.items()
+            ],
         )
         for size in sizes
     ]
-
-
-def _windows(variant: str, seeds: Sequence[pd.DataFrame], size: int) -> Curve:
-    """Means over windows of ``size`` rows, then over seeds; a short window at the start is cut."""
-    start = len(seeds[0]) % size
-    tokens = np.mean([metrics.tokens for metrics in seeds], axis=0)[start + size - 1 :: size]
-    losses = np.stack([metrics.loss.to_numpy(dtype=float)[start:] for metrics in seeds])
-    windows = losses.reshape(len(seeds), -1, size).mean(axis=2)
-    return Curve(variant, tokens, *seed_interval(windows))
 
 
 def _plain(curve: Curve) -> dict[str, Any]:
@@ -150,5 +144,5 @@ def _plain(curve: Curve) -> dict[str, Any]:
     }
 
 
-def _rounded(values: NDArray[np.float64]) -> list[float]:
-    return values.round(5).tolist()
+def _rounded(values: NDArray[np.float64]) -> list[float | None]:
+    return [None if np.isnan(value) else round(value, 5) for value in values.tolist()]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from softmax_rnn.files import write_text
+from softmax_rnn.files import make_writable, write_text
 from softmax_rnn.report.check import check_run
 from softmax_rnn.report.figure import draw
 from softmax_rnn.report.html import Place, page
@@ -39,6 +39,7 @@ def report(
 
     ``claims`` are the page's, as ``experiments.claims.verdict_table`` gives them.
     """
+    make_writable(root)
     table = results(runs)
     write_text(root / "results.csv", table.to_csv(index=False))
     figures = draw(runs, root)

@@ -16,6 +16,8 @@ from softmax_rnn.training.folder import RunFolder, differences
 from softmax_rnn.variants import variants
 
 REFERENCE = "softmax"
+# Fields of a summary that are shown where they are not 0, and their titles.
+_EVENTS = {"skipped_steps": "steps skipped", "loss_spikes": "loss spikes"}
 # The text itself is compared by its hash, wherever it lies; those after it change no result.
 _MAY_DIFFER = (
     "attention",
@@ -36,7 +38,8 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
     Columns: variant, seeds, parameters, train_loss (mean of the last tenth of the run), test_loss
     (after the last step, on the whole test split), difference, low, high (to softmax, paired by
     seed and block, 95% interval; not a number without softmax), tokens_per_second (median),
-    peak_memory_bytes (largest).
+    peak_memory_bytes (largest), skipped_steps (without update) and loss_spikes, both
+    in all.
 
     Raises:
         ValueError: for runs that cannot be compared, naming two of them and what differs.
@@ -58,6 +61,7 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
             "high": np.nan,
             "tokens_per_second": summaries.tokens_per_second.median(),
             "peak_memory_bytes": int(summaries.peak_memory_bytes.max()),
+            **{name: int(summaries[name].sum()) for name in _EVENTS},
         }
         shared = sorted(set(seeds) & set(reference))
         if shared and variant != REFERENCE:
@@ -127,7 +131,8 @@ def _losses(seeds: dict[int, RunFolder], shared: Sequence[int]) -> NDArray[np.fl
 
 
 def cells(table: pd.DataFrame) -> list[list[str]]:
-    """The table's cells as text, the header first."""
+    """The table's cells as text, the header first; what befell no run has no column."""
+    events = {title: name for name, title in _EVENTS.items() if table[name].any()}
     header = [
         "variant",
         "seeds",
@@ -137,6 +142,7 @@ def cells(table: pd.DataFrame) -> list[list[str]]:
         f"minus {REFERENCE} [95% interval]",
         "tokens/s",
         "peak memory",
+        *events,
     ]
     rows = [
         [
@@ -148,6 +154,7 @@ def cells(table: pd.DataFrame) -> list[list[str]]:
             _interval(row["difference"], row["low"], row["high"]),
             f"{row['tokens_per_second']:,.0f}",
             f"{row['peak_memory_bytes'] / 2**20:,.0f} MiB",
+            *(f"{row[name]:,}" for name in events.values()),
         ]
         for row in table.to_dict("records")
     ]

@@ -16,6 +16,9 @@ from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder, append_row, read_rows
 from softmax_rnn.training.spikes import SEEN, spike_starts
 
+# Seconds from one state of the bar to the next, at least and at most; in two days a file grows.
+_PACE, _PACE_IN_A_FILE = (0.1, 10.0), (60.0, 60.0)
+
 
 def notice(message: str) -> None:
     """Tell something on a line of its own, above the progress bar."""
@@ -23,10 +26,14 @@ def notice(message: str) -> None:
 
 
 class Stopping(TrainerCallback):
-    """Ends training with a checkpoint after the step in which somebody asked for it."""
+    """Checkpoints: as often as configured, and a last one where somebody asks to stop."""
 
     def __init__(self, asked: Callable[[], bool]) -> None:
         self.asked = asked
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save as often as this session is to; the state is its checkpoint's."""
+        state.save_steps = args.save_steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save and end, if asked to."""
@@ -54,7 +61,8 @@ class MetricRows(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The rows of the sessions before."""
-        self.losses = [row["loss"] for row in read_rows(self.folder.metrics_file)[-SEEN:]]
+        rows = read_rows(self.folder.metrics_file)
+        self.losses = [row["loss"] for row in rows if row["loss"] is not None][-SEEN:]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the clock."""
@@ -72,20 +80,19 @@ class MetricRows(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if "loss" in logs:
-            if not math.isfinite(logs["loss"]):
-                return  # none of its steps made an update: the next row takes their tokens and time
             size, step = self.config.batch_size, state.global_step
             new = self.tokens_of((step - self.steps) * size, step * size)
             row = {
                 "step": step,
                 "tokens": self.count(step),
-                "loss": logs["loss"],
+                "loss": _or_none(logs["loss"]),  # none where no step made an update
                 "learning_rate": logs["learning_rate"],
-                "grad_norm": logs["grad_norm"] if math.isfinite(logs["grad_norm"]) else None,
+                "grad_norm": _or_none(logs["grad_norm"]),
                 "tokens_per_second": new / self.seconds,
             }
             append_row(self.folder.metrics_file, row)
-            self._look_for_a_spike(state.global_step, logs["loss"])
+            if row["loss"] is not None:
+                self._look_for_a_spike(state.global_step, row["loss"])
             self.seconds, self.steps = 0.0, 0
         elif "eval_test_loss" in logs:
             rows = read_rows(self.folder.evaluations_file)
@@ -107,6 +114,10 @@ class MetricRows(TrainerCallback):
         notice(f"Step {step}: the training loss leapt to {loss:.3f} from about {usual:.3f}.")
 
 
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 class ProgressBar(TrainerCallback):
     """A progress bar with the time left and the latest losses."""
 
@@ -118,8 +129,14 @@ class ProgressBar(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Show the bar."""
         if state.is_world_process_zero:
+            least, most = _PACE if sys.stderr.isatty() else _PACE_IN_A_FILE
             self.bar = tqdm(
-                total=self.config.steps, initial=state.global_step, unit="step", dynamic_ncols=True
+                total=self.config.steps,
+                initial=state.global_step,
+                unit="step",
+                dynamic_ncols=True,
+                mininterval=least,
+                maxinterval=most,
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -132,7 +149,7 @@ class ProgressBar(TrainerCallback):
         for key, label in (("loss", "loss"), ("eval_test_loss", "test")):
             if key in logs and self.bar:
                 self.shown[label] = f"{logs[key]:.3f}"
-                self.bar.set_postfix(self.shown)
+                self.bar.set_postfix(self.shown, refresh=False)
 
     def close(self) -> None:
         """Leave the bar as it stands."""

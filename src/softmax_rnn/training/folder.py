@@ -16,7 +16,6 @@ summary.json         the results; its presence means that the run is finished
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import platform
@@ -34,28 +33,31 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from softmax_rnn.data.manifest import SPLITS
-from softmax_rnn.files import file_aside, sync, write_json
+from softmax_rnn.files import file_aside, make_writable, sync, write_json, writing
 from softmax_rnn.rules import MAPPING, POSITIVE, TEXT, Rule, require, whole
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.training.config import RunConfig
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _ROWS = ("metrics.jsonl", "evaluations.jsonl", "events.jsonl")
+_OR_NULL = Rule("a finite number >= 0, or null", lambda x: x is None or POSITIVE.fits(x))
 _COLUMNS = {
     "metrics.jsonl": {
         "step": whole(1),
         "tokens": whole(1),
-        "loss": POSITIVE,
+        "loss": _OR_NULL,
         "learning_rate": POSITIVE,
-        "grad_norm": Rule("a finite number >= 0, or null", lambda x: x is None or POSITIVE.fits(x)),
+        "grad_norm": _OR_NULL,
         "tokens_per_second": POSITIVE,
     },
     "evaluations.jsonl": {"step": whole(), "tokens": whole(), "test_loss": POSITIVE},
 }
 # What may change when a run goes on: no update depends on it, but for rounding.
-_FREE = ("skip_non_finite", "keep_checkpoints", "accumulation", "fsdp")
+_FREE = (
+    *("skip_non_finite", "save_every", "keep_checkpoints"),
+    *("accumulation", "fsdp", "tensorboard"),
+)
 _COUNTS = {"tokens": whole(), "sha256": TEXT}
-_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR)
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,10 @@ class RunFolder:
 
     @property
     def metrics_file(self) -> Path:
-        """The training rows: step, tokens, loss, learning_rate, grad_norm, tokens_per_second."""
+        """The training rows: step, tokens, loss, learning_rate, grad_norm, tokens_per_second.
+
+        A row whose steps made no update has no loss.
+        """
         return self.path / "metrics.jsonl"
 
     @property
@@ -161,10 +166,9 @@ class RunFolder:
         """Make the folder, unless it is there.
 
         Raises:
-            ValueError: if it cannot be made.
+            ValueError: if it cannot be made, or nothing can be written in it.
         """
-        with _writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+        make_writable(self.path)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -175,7 +179,7 @@ class RunFolder:
         """
         lock = FileLock(self.path / "lock", timeout=0)
         try:
-            with _writing(self.path):
+            with writing(self.path):
                 lock.acquire()
         except Timeout:
             holder = Path(lock.lock_file).read_text(encoding="utf-8") or "another process"
@@ -253,10 +257,7 @@ class RunFolder:
             shutil.copyfile(self.path / name, checkpoint / name)
 
     def add_checkpoint(self, made: Path, keep: int) -> None:
-        """Give a checkpoint its name here, and remove all but the newest ``keep`` up to it.
-
-        Those after it are damaged, or of a future that is being run again: they count as none.
-        """
+        """Give a checkpoint its name here, and remove all but the newest ``keep`` up to it."""
         new = self.path / made.name
         if new.exists():
             _discard(new)
@@ -266,18 +267,13 @@ class RunFolder:
         for old in upto[:-keep]:
             _discard(old)
 
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """A folder where one may not write is the user's to change; a full disk is the machine's."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _NOT_WRITABLE:
-            raise
-        raise ValueError(
-            f"Nothing can be written in {path} ({error.strerror}): choose another folder."
-        ) from error
+    def put_aside(self, name: str) -> str:
+        """Give a damaged checkpoint a name under which it counts as none; return it."""
+        aside = self.path / f"{name}.damaged"
+        if aside.exists():
+            _discard(aside)
+        (self.path / name).rename(aside)
+        return aside.name
 
 
 def step_of(checkpoint: Path) -> int:

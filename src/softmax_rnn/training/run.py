@@ -192,7 +192,7 @@ def _make_ready(trainer: SpecTrainer, resume: bool) -> Path | None:
     remove_leftovers(folder.path)
     found, skipped = newest_whole(folder.checkpoints)
     for name, wrong in skipped.items():
-        notice(f"{name} is left out: {wrong}.")
+        notice(f"{name} is left out: {wrong}. It is {folder.put_aside(name)} now.")
     session = environment()
     if folder.exists:
         session |= {"start": found.name if found else None, "left_out": skipped}
@@ -204,10 +204,13 @@ def _make_ready(trainer: SpecTrainer, resume: bool) -> Path | None:
 
 def _finish(trainer: SpecTrainer, folder: RunFolder) -> None:
     metrics, config = folder.metrics, folder.config
-    if metrics.empty:
+    own = metrics.tokens.diff().fillna(metrics.tokens)  # a row's: the last may hold fewer
+    updates = metrics.loss.notna()
+    if not updates.any():
         raise NonFiniteError(f"None of the {config.steps} steps made an update.")
-    tokens = metrics.tokens.diff().fillna(metrics.tokens)  # a row's own: the last may hold fewer
-    last_tenth = metrics.step > min(0.9 * config.steps, metrics.step.iloc[-1] - 1)
+    last_tenth = updates & (
+        metrics.step > min(0.9 * config.steps, metrics.step[updates].iloc[-1] - 1)
+    )
     assert trainer.test_losses is not None
     np.save(folder.path / "test_losses.npy", trainer.test_losses)
     write_json(
@@ -216,12 +219,12 @@ def _finish(trainer: SpecTrainer, folder: RunFolder) -> None:
             "parameters": trainer.model.num_parameters(),
             "steps": config.steps,
             "tokens": int(folder.evaluations.tokens.iloc[-1]),
-            "train_loss": float(np.average(metrics.loss[last_tenth], weights=tokens[last_tenth])),
+            "train_loss": float(np.average(metrics.loss[last_tenth], weights=own[last_tenth])),
             "test_loss": float(folder.evaluations.test_loss.iloc[-1]),
             "tokens_per_second": float(metrics.tokens_per_second.median()),
             "skipped_steps": sum(row["event"] == "non_finite" for row in folder.events),
             "loss_spikes": loss_spikes(metrics.loss),
             "peak_memory_bytes": peak_memory(),
-            "seconds": float((tokens / metrics.tokens_per_second).sum()),  # of all sessions' steps
+            "seconds": float((own / metrics.tokens_per_second).sum()),  # of all sessions' steps
         },
     )

@@ -23,6 +23,9 @@ from transformers import Trainer
 
 OTHER_FAILED = "Another process of this run failed; it tells why."
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+# Groups that were left. DDP must not be the last to let go of one: it holds Python's lock while it
+# waits for the group's threads, and one of them may be waiting for that lock.
+_LEFT: list[Any] = []
 _WEIGHTS, _OPTIMIZER, _SCHEDULER = "model.safetensors", "optimizer.pt", "scheduler.pt"
 
 
@@ -41,6 +44,7 @@ def leaving_its_group() -> Iterator[None]:
         raise
     finally:
         if _in_a_group() and not joined_before and not under_way:
+            _LEFT.append(distributed.group.WORLD)
             distributed.destroy_process_group()
 
 

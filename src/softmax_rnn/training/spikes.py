@@ -24,5 +24,5 @@ def spike_starts(losses: pd.Series[float]) -> pd.Series[bool]:
 
 
 def loss_spikes(losses: pd.Series[float]) -> int:
-    """How often; see :func:`spike_starts`."""
-    return int(spike_starts(losses).sum())
+    """How often; see :func:`spike_starts`. Rows without a loss are left out."""
+    return int(spike_starts(losses.dropna()).sum())

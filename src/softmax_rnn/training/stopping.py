@@ -15,6 +15,7 @@ _ANNOUNCING = (signal.SIGUSR1, signal.SIGUSR2)  # of Slurm and submitit: the end
 # From the weakest to the one that says the most: an announcement, that the run is to go on.
 _ORDER = (0, *_URGENT, signal.SIGALRM, *_ANNOUNCING)
 _AGAIN = 2.0  # seconds; sooner it is the same wish, sent by a scheduler and passed on by a parent
+_LONGEST = 10_000 * 86400  # seconds
 _UNITS = (86400, 3600, 60, 1)
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
 
@@ -104,6 +105,14 @@ class StopRequest:
             raise RunStopped(number)
 
 
+def take_repeated_signals() -> None:
+    """For a process that ends because it was asked to: the same wish, sent again, is no other."""
+    request = StopRequest()
+    request.defer()
+    request._since = time.monotonic()
+    request.__enter__()
+
+
 def foremost(codes: Iterable[int]) -> int:
     """Of the signals that several processes got, or one after the other, what decides; 0 is none.
 
@@ -116,11 +125,13 @@ def seconds(duration: str) -> float:
     """The seconds of a duration such as ``1h50m``, ``2d`` or ``90s``.
 
     Raises:
-        ValueError: for anything else, and for no time at all.
+        ValueError: for anything else, for no time at all, and for more than a timer takes.
     """
     match = _DURATION.fullmatch(duration)
     numbers = match.groups("0") if match else ()
     total = sum(float(number) * unit for number, unit in zip(numbers, _UNITS, strict=False))
     if total <= 0:
         raise ValueError(f"A duration is written as in 2d, 1h50m or 90s, not {duration!r}.")
+    if total > _LONGEST:
+        raise ValueError(f"A duration has at most {_LONGEST // 86400} days, not {duration!r}.")
     return total
