@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from softmax_rnn.rules import format_yaml, parse_yaml
+from softmax_rnn.rules import format_yaml, parse_fields, parse_yaml
 
 
 @given(st.text())
@@ -31,3 +31,22 @@ def test_text_stays_legible() -> None:
 def test_what_is_not_plain_data_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="here is not YAML"):
         parse_yaml(text, "here")
+
+
+def test_settings_are_words_of_yaml() -> None:
+    words = ["steps=200", "attention=taylor:2", "max_tokens=null", "corpus=a=b"]
+    fields = {"steps": 200, "attention": "taylor:2", "max_tokens": None, "corpus": "a=b"}
+    assert parse_fields(words) == fields
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["steps"], "KEY=VALUE words, not 'steps'"),
+        (["steps=1", "steps=2"], "'steps' is given twice"),
+        (["steps=["], "The setting 'steps=.' is not YAML"),
+    ],
+)
+def test_what_is_no_setting_is_named(words: list[str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        parse_fields(words)

@@ -24,7 +24,7 @@ from softmax_rnn.files import make_writable, write_json
 from softmax_rnn.generation import CACHES, generate
 from softmax_rnn.report import find_runs, report
 from softmax_rnn.report.table import rich_table
-from softmax_rnn.rules import parse_yaml
+from softmax_rnn.rules import parse_fields
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.training import PRESETS, RunConfig, train
 from softmax_rnn.training.run import load_corpus
@@ -200,7 +200,7 @@ def _reproduce_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
 
 
 def _reproduce(parsed: Namespace) -> int:
-    fields, root = _fields(parsed.fields), Path(parsed.out)
+    fields, root = parse_fields(parsed.fields), Path(parsed.out)
     if parsed.dry_run:
         plan = plan_table(
             parsed.figure,
@@ -221,24 +221,13 @@ def _reproduce(parsed: Namespace) -> int:
         variants=parsed.variants,
         parallel=parsed.parallel,
         cluster=parsed.cluster,
-        cluster_options=_fields(parsed.cluster_options),
+        cluster_options=parse_fields(parsed.cluster_options),
         fields=fields,
         stop_after=_stop_after(parsed),
         console=console,
     )
     _print_paths(paths)
     return 0
-
-
-def _fields(words: Sequence[str]) -> dict[str, Any]:
-    """``key=value`` words, the values as YAML."""
-    fields = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise ValueError(f"Settings are KEY=VALUE words, not {word!r}.")
-        fields[key] = parse_yaml(value, f"The setting {word!r}")
-    return fields
 
 
 def _claims_options(parser: ArgumentParser, _: dict[str, Any]) -> None:

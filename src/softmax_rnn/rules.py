@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,6 +81,23 @@ def parse_yaml(text: str | bytes, where: object) -> Any:
         return _PlainLoader(text.decode() if isinstance(text, bytes) else text).get_single_data()
     except Exception as error:  # PyYAML lets those of its converters through
         raise ValueError(f"{where} is not YAML: {error}") from error
+
+
+def parse_fields(words: Sequence[str]) -> dict[str, Any]:
+    """Settings given as ``KEY=VALUE`` words, the values as YAML.
+
+    Raises:
+        ValueError: for a word that is none, a key given twice, a value that is not YAML.
+    """
+    fields = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(f"Settings are KEY=VALUE words, not {word!r}.")
+        if key in fields:
+            raise ValueError(f"The setting {key!r} is given twice.")
+        fields[key] = parse_yaml(value, f"The setting {word!r}")
+    return fields
 
 
 def format_yaml(data: Any) -> str:
