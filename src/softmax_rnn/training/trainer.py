@@ -334,6 +334,7 @@ def _arguments(config: RunConfig, folder: RunFolder) -> TrainingArguments:
         dataloader_pin_memory=gpu,
         remove_unused_columns=False,
         disable_tqdm=True,
+        log_level_replica="error",  # as all of transformers, but for other processes
     )
     # Several GPUs outside torchrun: one is used. DataParallel would multiply the batch.
     arguments._n_gpu = min(arguments.n_gpu, 1)
