@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from softmax_rnn.data.tokenizer import byte_tokenizer
+from softmax_rnn import generation
+from softmax_rnn.data.tokenizer import byte_tokenizer, load_tokenizer
 from softmax_rnn.generation import generate
+from softmax_rnn.models.loading import load_model
 from softmax_rnn.training.checkpoint import CheckpointError, seal
 from test_modeling import build
 
@@ -69,9 +72,46 @@ def test_a_damaged_checkpoint_of_a_run_is_not_taken(
         generate(newer, "a", max_new_tokens=2)
     assert generate(tmp_path, "a", max_new_tokens=2).cache == "key-value"
     assert "checkpoint-10 is left out: model.safetensors is not" in capsys.readouterr().err
+    newer.rename(tmp_path / "checkpoint-10.damaged")
+    with pytest.raises(ValueError, match="checkpoint-10.damaged is damaged"):
+        generate(tmp_path / "checkpoint-10.damaged", "a", max_new_tokens=2)
     (older / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="No checkpoint in .* is whole"):
         generate(tmp_path, "a", max_new_tokens=2)
+
+
+def test_a_run_may_replace_its_checkpoints_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    seal(saved(tmp_path / "checkpoint-9", "norm"))
+    look = generation.newest_whole
+
+    def late(checkpoints: list[Path]) -> Any:
+        if (tmp_path / "checkpoint-9").exists():
+            (tmp_path / "checkpoint-9").rename(tmp_path / "checkpoint-10")
+        return look(checkpoints)
+
+    monkeypatch.setattr(generation, "newest_whole", late)
+    assert generation.model_folder(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_a_folder_that_is_gone_is_not_asked_for_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """owner/name would be a repository of the Hub, of whosoever."""
+
+    def asked(*_: object, **__: object) -> None:
+        pytest.fail("the network was asked")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
+    monkeypatch.setattr("socket.getaddrinfo", asked)
+    with pytest.raises(ValueError, match="Cannot load the model in run/checkpoint-10"):
+        load_model(Path("run/checkpoint-10"))
+    with pytest.raises(ValueError, match="Cannot load the tokenizer 'run/checkpoint-10'"):
+        load_tokenizer("run/checkpoint-10", local=True)
 
 
 def test_a_prompt_is_tokenised_as_in_training(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from softmax_rnn.experiments.compare import RunsFailedError
 from softmax_rnn.files import UNUSABLE
 from softmax_rnn.rules import parse_yaml
 from softmax_rnn.training import RunConfig
-from softmax_rnn.training.stopping import RunStopped, take_repeated_signals
+from softmax_rnn.training.stopping import RunStopped, StopRequest
 from softmax_rnn.training.trainer import NonFiniteError
 from softmax_rnn.version import __version__
 
@@ -56,11 +56,11 @@ class _Parser(ArgumentParser):
 
 def process() -> NoReturn:
     """The command of this process, which ends with its exit code."""
+    StopRequest.ends_process = True
     code = main()
-    if code == ExitCode.STOPPED:
-        take_repeated_signals()
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        # A thread of gloo that lets go of a tensor while the interpreter ends would abort it.
+    if code == ExitCode.STOPPED or int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        # An interpreter that ends takes no signals, so that one more would decide how; and a thread
+        # of gloo that lets go of a tensor meanwhile would abort it.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -16,7 +16,7 @@ from softmax_rnn.errors import require_choice
 from softmax_rnn.models import SoftmaxRNNForCausalLM
 from softmax_rnn.models.loading import load_model
 from softmax_rnn.training.callbacks import notice
-from softmax_rnn.training.checkpoint import damage, newest_whole
+from softmax_rnn.training.checkpoint import MANIFEST, CheckpointError, damage, newest_whole
 from softmax_rnn.training.folder import RunFolder
 
 CACHES = ("auto", "recurrent", "key-value", "none")
@@ -94,7 +94,7 @@ def generate(
         raise ValueError(f"max_new_tokens must be >= 1, not {max_new_tokens!r}.")
     folder = model_folder(checkpoint)
     model = load_model(folder).eval()
-    tokenizer = load_tokenizer(str(folder))
+    tokenizer = load_tokenizer(str(folder), local=True)
     if not isinstance(model, SoftmaxRNNForCausalLM):
         raise ValueError(f"{folder} holds a {type(model).__name__}, not one of this package.")
     # As in training, where documents begin with their text alone.
@@ -139,22 +139,27 @@ def model_folder(path: Path) -> Path:
     """
     if (path / "config.json").exists():
         run = RunFolder(path.parent)
-        if run.exists and path in run.checkpoints and (wrong := damage(path)):
+        sealed = path in run.checkpoints or (path / MANIFEST).exists()
+        if run.exists and sealed and (wrong := damage(path)):
             raise ValueError(f"{path} is damaged: {wrong}.")
         return path
     run = RunFolder(path)
-    checkpoints = run.checkpoints
-    if not checkpoints:
-        raise FileNotFoundError(
-            f"{path} holds no model: neither config.json nor a checkpoint-N folder."
-        )
-    if not run.exists:  # another trainer's: nothing says what was written
-        return checkpoints[-1]
-    found, left_out = newest_whole(checkpoints)
-    for name, wrong in left_out.items():
-        notice(f"{name} is left out: {wrong}.")
-    assert found is not None
-    return found
+    while checkpoints := run.checkpoints:
+        if not run.exists:  # another trainer's: nothing says what was written
+            return checkpoints[-1]
+        try:
+            found, left_out = newest_whole(checkpoints)
+        except CheckpointError:
+            if any(checkpoint.exists() for checkpoint in checkpoints):
+                raise
+            continue  # the run has replaced them meanwhile
+        for name, wrong in left_out.items():
+            notice(f"{name} is left out: {wrong}.")
+        assert found is not None
+        return found
+    raise FileNotFoundError(
+        f"{path} holds no model: neither config.json nor a checkpoint-N folder."
+    )
 
 
 def _cache(model: SoftmaxRNNForCausalLM, name: str) -> Cache | None:

@@ -65,9 +65,13 @@ def require(path: Path, data: Any, rules: Mapping[str, Rule], where: str = "") -
 
 def wrong(path: Path, what: str, expected: str, found: Any) -> ValueError:
     """The error for a value that is not what it must be."""
-    shown = repr(found)
-    shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
-    return ValueError(f"{path}: {what} must be {expected}, not {shown}.")
+    return ValueError(f"{path}: {what} must be {expected}, not {shown(found)}.")
+
+
+def shown(value: Any) -> str:
+    """A value in an error: as Python writes it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def parse_yaml(text: str | bytes, where: object) -> Any:

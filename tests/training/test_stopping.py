@@ -8,11 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 import softmax_rnn.training.stopping as stopping
+from softmax_rnn.errors import ExitCode
 from softmax_rnn.training.stopping import RunStopped, StopRequest, foremost, seconds
+from tiny import tiny
 
 
 @pytest.mark.parametrize(
@@ -123,17 +126,23 @@ def test_a_thread_gets_no_signals() -> None:
     assert found == [True, "A limit of time needs the main thread."]
 
 
-def test_the_same_wish_again_does_not_disturb_the_end() -> None:
+def test_the_same_wish_again_does_not_disturb_the_end(texts: Path, tmp_path: Path) -> None:
     """A scheduler sends SIGTERM, and a parent passes it on, to a process that has saved."""
-    code = (
-        "import signal, softmax_rnn.training.stopping as s; s.take_repeated_signals();"
-        "[signal.raise_signal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)];"
-        "s._AGAIN = 0.0; print('here', flush=True); signal.raise_signal(signal.SIGTERM);"
-        "print('not here')"
+    tiny(texts, steps=100_000).save(tmp_path / "config.yaml")
+    command = [sys.executable, "-m", "softmax_rnn", "train", "--out", str(tmp_path / "run")]
+    process = subprocess.Popen(
+        [*command, "--config", str(tmp_path / "config.yaml")], stderr=subprocess.PIPE
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "here\n"
-    assert done.returncode == -signal.SIGTERM
+    while process.poll() is None and not (tmp_path / "run" / "checkpoint-4").exists():
+        time.sleep(0.01)
+    signals = itertools.cycle((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
+    deadline = time.monotonic() + stopping._AGAIN - 0.2
+    while process.poll() is None and time.monotonic() < deadline:
+        process.send_signal(next(signals))
+        time.sleep(0.005)
+    _, told = process.communicate()
+    assert process.returncode == ExitCode.STOPPED, told
+    assert b"which checkpoint-" in told
 
 
 def test_a_duration_that_no_timer_takes_is_named() -> None:

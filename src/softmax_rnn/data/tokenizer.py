@@ -23,8 +23,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, *, local: bool = False) -> PreTrainedTokenizerBase:
     """``bytes``, or a fast Hugging Face tokenizer by its name on the Hub or its local path.
+
+    Args:
+        name: of the tokenizer.
+        local: whether to look on this machine alone.
 
     Raises:
         ValueError: if it cannot be loaded, is not a fast tokenizer or has no end-of-text token.
@@ -32,7 +36,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if name == "bytes":
         return byte_tokenizer()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False, local_files_only=local
+        )
     except Exception as error:  # transformers lets those of its parsers through
         raise ValueError(
             f"Cannot load the tokenizer {name!r}: give 'bytes', a local folder or a name on the "

@@ -107,20 +107,20 @@ def run_all(
         stop.defer()
         with _progress(console) as progress:
             ended = _work(waiting, root, launch, stop, progress)
-    unfinished = [run for run in waiting if not run.folder.finished]
-    failed = {
-        run.label(root): job
-        for run in unfinished
-        if (job := ended.get(run.folder.path)) and job.poll() != _STOPPED
-    }
-    if failed and not stop.code:
-        ends = "\n".join(
-            f"--- {label}: {_ended(job.poll())}\n{_last_lines(job.log)}"
-            for label, job in failed.items()
-        )
-        raise RunsFailedError(f"{len(failed)} of {len(waiting)} runs did not finish.\n{ends}")
-    if unfinished:
-        raise RunStopped(stop.code, f"with {len(unfinished)} of {len(waiting)} runs unfinished")
+        unfinished = [run for run in waiting if not run.folder.finished]
+        failed = {
+            run.label(root): job
+            for run in unfinished
+            if (job := ended.get(run.folder.path)) and job.poll() != _STOPPED
+        }
+        if failed and not stop.code:
+            ends = "\n".join(
+                f"--- {label}: {_ended(job.poll())}\n{_last_lines(job.log)}"
+                for label, job in failed.items()
+            )
+            raise RunsFailedError(f"{len(failed)} of {len(waiting)} runs did not finish.\n{ends}")
+        if unfinished:
+            raise RunStopped(stop.code, f"with {len(unfinished)} of {len(waiting)} runs unfinished")
 
 
 def _check(runs: Sequence[PlannedRun]) -> None:

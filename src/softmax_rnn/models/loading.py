@@ -16,6 +16,7 @@ def load_model(folder: Path) -> PreTrainedModel:
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
+            local_files_only=True,  # a folder that is gone is no repository of that name
             use_safetensors=True,  # a pickle could run anything
             trust_remote_code=False,  # nor is anybody asked for it
             output_loading_info=True,

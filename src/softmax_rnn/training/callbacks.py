@@ -147,7 +147,7 @@ class ProgressBar(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         """Show the losses."""
         for key, label in (("loss", "loss"), ("eval_test_loss", "test")):
-            if key in logs and self.bar:
+            if self.bar and math.isfinite(logs.get(key, math.nan)):
                 self.shown[label] = f"{logs[key]:.3f}"
                 self.bar.set_postfix(self.shown, refresh=False)
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser
 
 from softmax_rnn.errors import require_choice, unknown
 from softmax_rnn.files import write_text
 from softmax_rnn.models.configuration import SIZES
-from softmax_rnn.rules import format_yaml, parse_yaml
+from softmax_rnn.rules import NUMBER, format_yaml, parse_yaml, shown
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.variants import resolve
 
@@ -197,7 +197,7 @@ class RunConfig:
                 raise ValueError(f"{name} must lie in [0, 2**32), not {getattr(self, name)}.")
         for name, allowed, inside in _RANGES:
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and inside(value)):
+            if value is not None and not (NUMBER.fits(value) and inside(value)):
                 raise ValueError(f"{name} must be a finite number {allowed}, not {value!r}.")
         for name in ("evaluate_every", "save_every"):
             if getattr(self, name) % self.log_every:
@@ -287,8 +287,12 @@ class RunConfig:
         parser.add_class_arguments(cls)
         try:
             return cls(**vars(parser.parse_object(dict(data))))
-        except (ArgumentError, OverflowError) as error:
-            raise ValueError(f"Bad configuration: {error}") from error
+        except ArgumentError as error:
+            raise _wrong_type(error, data) from error
+        except OverflowError as error:
+            integers = [name for name in data if isinstance(data[name], int)]
+            key = max(integers, key=lambda name: abs(data[name]))
+            raise ValueError(f"{key} is too large: {shown(data[key])}.") from error
 
     @classmethod
     def preset(cls, name: str, **fields: Any) -> RunConfig:
@@ -311,3 +315,16 @@ class RunConfig:
             return cls.from_dict(data)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def _wrong_type(error: ArgumentError, data: Mapping[str, Any]) -> ValueError:
+    """What jsonargparse says in many lines, in one."""
+    key = re.match(r'Parser key "(\w+)"', str(error))
+    if key is None:
+        return ValueError(f"Bad configuration: {error}")
+    name, value = key[1], data[key[1]]
+    kind = get_type_hints(RunConfig)[name]
+    if get_origin(kind) is Literal:
+        return unknown(name, value, get_args(kind))
+    written = RunConfig.__annotations__[name]
+    return ValueError(f"{name} must be of type {written}, not {shown(value)}.")

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 _URGENT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _ANNOUNCING = (signal.SIGUSR1, signal.SIGUSR2)  # of Slurm and submitit: the end is near
@@ -46,6 +46,8 @@ class StopRequest:
         after: seconds until time is over, which is a wish like the others; None for no limit.
 
     Attributes:
+        ends_process: whether the process ends once it was stopped. Then signals are taken to its
+            very end: the same wish, sent again, is no other.
         code: the number of the signal that came, the :func:`foremost` of several; 0 before.
             SIGALRM's when time is over.
         at_once: called when the second signal ends the process.
@@ -53,6 +55,8 @@ class StopRequest:
     Raises:
         ValueError: for a limit outside the main thread, where no signal arrives.
     """
+
+    ends_process: ClassVar[bool] = False
 
     def __init__(self, after: float | None = None) -> None:
         self.code = 0
@@ -83,8 +87,9 @@ class StopRequest:
     ) -> None:
         if self._after is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if not (self.ends_process and isinstance(error, RunStopped)):
+            for number, handler in self._before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if isinstance(error, RunStopped):  # what came while it was on its way
             error.code = foremost((error.code, self.code))
 
@@ -103,14 +108,6 @@ class StopRequest:
         before, self.code = self.code, foremost((self.code, number))
         if not before and not self._deferred:
             raise RunStopped(number)
-
-
-def take_repeated_signals() -> None:
-    """For a process that ends because it was asked to: the same wish, sent again, is no other."""
-    request = StopRequest()
-    request.defer()
-    request._since = time.monotonic()
-    request.__enter__()
 
 
 def foremost(codes: Iterable[int]) -> int:
