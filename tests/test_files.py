@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from softmax_rnn.files import remove_leftovers, write_json, write_text
+from softmax_rnn.files import remove_leftovers, require_writable, write_json, write_text
 
 
 def test_a_write_that_fails_leaves_the_old_text_and_nothing_aside(tmp_path: Path) -> None:
@@ -20,6 +20,14 @@ def test_a_write_that_fails_leaves_the_old_text_and_nothing_aside(tmp_path: Path
 def test_json_holds_numbers_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "a.json", {"loss": float("nan")})
+
+
+def test_whether_a_folder_could_be_written_to_leaves_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    require_writable(tmp_path / "a" / "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(ValueError, match=r"Nothing can be written in .*file \(File exists\)"):
+        require_writable(tmp_path / "file" / "below")
 
 
 def test_leftovers_are_what_a_kill_left_aside(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from softmax_rnn.experiments.costs import GPUS
 from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.experiments.reproduce import finished_runs, plan_table, reproduce, rich_plan
 from softmax_rnn.experiments.scales import SCALES
-from softmax_rnn.files import make_writable, write_json
+from softmax_rnn.files import require_writable, write_json
 from softmax_rnn.generation import CACHES, generate
 from softmax_rnn.report import find_runs, report
 from softmax_rnn.report.table import rich_table
@@ -291,8 +291,7 @@ def _analyze_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
 def _analyze(parsed: Namespace) -> int:
     checkpoint = Path(parsed.checkpoint)
     folder = Path(parsed.out or checkpoint)
-    if parsed.out or checkpoint.is_dir():
-        make_writable(folder)  # before the work
+    require_writable(folder)  # before the work
     transformers_logging.disable_progress_bar()
     found = analyze_checkpoint(
         checkpoint,

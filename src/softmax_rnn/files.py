@@ -82,6 +82,15 @@ def make_writable(folder: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
 
 
+def require_writable(folder: Path) -> None:
+    """Try whether a folder can be written to, or made; nothing is made.
+
+    Raises:
+        ValueError: if not, naming the nearest folder that is there.
+    """
+    make_writable(next(path for path in (folder, *folder.absolute().parents) if path.exists()))
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
