@@ -38,8 +38,7 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
     Columns: variant, seeds, parameters, train_loss (mean of the last tenth of the run), test_loss
     (after the last step, on the whole test split), difference, low, high (to softmax, paired by
     seed and block, 95% interval; not a number without softmax), tokens_per_second (median),
-    peak_memory_bytes (largest), skipped_steps (without update) and loss_spikes, both
-    in all.
+    peak_memory_bytes (largest), skipped_steps (without update) and loss_spikes (sums over seeds).
 
     Raises:
         ValueError: for runs that cannot be compared, naming two of them and what differs.

@@ -25,7 +25,7 @@ def notice(message: str) -> None:
     tqdm.write(message, file=sys.stderr)
 
 
-class Stopping(TrainerCallback):
+class Checkpoints(TrainerCallback):
     """Checkpoints: as often as configured, and a last one where somebody asks to stop."""
 
     def __init__(self, asked: Callable[[], bool]) -> None:

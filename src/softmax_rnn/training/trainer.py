@@ -22,7 +22,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from softmax_rnn.data import PreparedCorpus, Rows
 from softmax_rnn.files import write_json
 from softmax_rnn.models import SoftmaxRNNForCausalLM
-from softmax_rnn.training.callbacks import MetricRows, ProgressBar, Stopping, notice
+from softmax_rnn.training.callbacks import Checkpoints, MetricRows, ProgressBar, notice
 from softmax_rnn.training.checkpoint import CheckpointError, seal
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder, append_row, read_rows, step_of
@@ -83,7 +83,7 @@ class SpecTrainer(ShardingTrainer):
             train_dataset=seen,
             eval_dataset=test_blocks,
             compute_metrics=self._test_metrics,
-            callbacks=[rows, self._bar, Stopping(self._asked_to_stop)],
+            callbacks=[rows, self._bar, Checkpoints(self._asked_to_stop)],
             **kwargs,
         )
         for callback in (ProgressCallback, PrinterCallback):
