@@ -41,7 +41,8 @@ def _norm(spec: AttentionSpec, x: Tensor, weight: Tensor | None, bias: Tensor | 
     if spec.norm == "layer":
         x = x - x.mean()
     if spec.norm in ("rms", "layer"):
-        x = x / (x.pow(2).mean() + 1e-5).sqrt()
+        eps = 1e-5 if spec.norm == "layer" else torch.finfo(x.dtype).eps
+        x = x / (x.pow(2).mean() + eps).sqrt()
     x = x if weight is None else weight * x
     return x if bias is None else x + bias
 

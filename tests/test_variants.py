@@ -23,7 +23,7 @@ def _out_gate(x: Tensor, extras: dict[str, Tensor]) -> Tensor:
 
 
 def _rms(x: Tensor, extras: dict[str, Tensor]) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], extras["norm_weight"], eps=1e-5)
+    return F.rms_norm(x, x.shape[-1:], extras["norm_weight"])  # the authors': nn.RMSNorm(head_dim)
 
 
 def _layer(x: Tensor, extras: dict[str, Tensor]) -> Tensor:

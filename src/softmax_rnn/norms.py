@@ -9,7 +9,9 @@ from torch import Tensor
 
 from softmax_rnn.spec import Norm
 
-NORM_EPS = 1e-5  # of the RMS and layer norms; the L2 norm leaves a zero vector as it is
+# The defaults of nn.LayerNorm and nn.RMSNorm, which the authors use; the latter, `None`, is the
+# machine epsilon of the type. The L2 norm leaves a zero vector as it is.
+NORM_EPS: dict[Norm, float | None] = {"layer": 1e-5, "rms": None}
 
 
 def normalized(
@@ -33,7 +35,7 @@ def normalized(
         return x if log_scale is None else x * _exp_or_raise(log_scale).unsqueeze(-1)
     if norm == "layer":
         x = x - x.mean(-1, keepdim=True)
-    eps = x.new_tensor(NORM_EPS)
+    eps = x.new_tensor(NORM_EPS[norm] or torch.finfo(x.dtype).eps)
     if log_scale is not None:
         # The same eps for the true values: a norm ignores the scale, up to its eps.
         eps = eps * (-2 * log_scale).exp().unsqueeze(-1)
@@ -85,19 +87,20 @@ class _Unit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_length: Tensor, _: None) -> Tensor:
-        _, length, _ = ctx.saved_tensors
-        return _across(ctx, grad, -grad_length * length)[0]
+        x, length, largest = ctx.saved_tensors  # once: checkpointing lets nobody unpack them again
+        return _across(x, length, largest, grad, -grad_length * length)[0]
 
     @staticmethod
     def jvp(ctx: Any, change: Tensor) -> tuple[Tensor, Tensor, None]:
-        _, _, largest = ctx.saved_tensors
-        moved, along = _across(ctx, change, 0.0)
+        x, length, largest = ctx.saved_tensors
+        moved, along = _across(x, length, largest, change, 0.0)
         return moved, along / largest, None
 
 
-def _across(ctx: Any, change: Tensor, more: Tensor | float) -> tuple[Tensor, Tensor]:
+def _across(
+    x: Tensor, length: Tensor, largest: Tensor, change: Tensor, more: Tensor | float
+) -> tuple[Tensor, Tensor]:
     """The part of a change across the unit vectors, a length each; and the part along, ``more``."""
-    x, length, largest = ctx.saved_tensors
     total = length * largest
     direction = x / total
     along = (change * direction).sum(-1, keepdim=True) + more

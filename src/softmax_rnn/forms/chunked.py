@@ -193,8 +193,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 @in_own_precision
 def _backward(ctx: Any, dout: Tensor | None, dafter: Tensor | None, *_: None) -> tuple[Any, ...]:
     dafter = dafter if _Plan(*ctx.plan).keep_state else None
-    *grads, dstate = _grads(*ctx.saved_tensors, dout, dafter, *ctx.plan)
-    had_state = ctx.saved_tensors[3] is not None
+    saved = ctx.saved_tensors  # once: checkpointing lets nobody unpack them again
+    *grads, dstate = _grads(*saved, dout, dafter, *ctx.plan)
+    had_state = saved[3] is not None
     return *grads, dstate if had_state else None, *(None for _ in ctx.plan)
 
 
