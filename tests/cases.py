@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import softmax_rnn as sr
 from softmax_rnn.dispatch import FORMS
 
 MASKS = ("none", "padding", "full")
+
+# The same numbers in other places of memory; those of "expanded" are the first head's.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "unbound": lambda x: torch.stack([x, x + 1, -x], dim=-1).unbind(-1)[0],
+    "heads_second": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "sliced": lambda x: F.pad(x, (3, 2))[..., 3:-2],
+    "every_other": lambda x: x.repeat_interleave(2, dim=2)[:, :, ::2],
+    "expanded": lambda x: x[:, :1].expand_as(x),
+}
 
 
 @dataclass(frozen=True)
@@ -29,26 +42,33 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """A spec's inputs in float64 and what to visit them with."""
+    """A spec's inputs in float64 and what to visit them with.
+
+    ``layouts``: of q, k, v and the gradient (``upstream``), by name; contiguous unless named.
+    """
 
     spec: sr.AttentionSpec
     tensors: dict[str, Tensor]
     mask: Tensor | None
     causal: bool
     upstream: Tensor
+    layouts: Mapping[str, str] = field(default_factory=dict)
+
+    def laid_out(self, name: str, x: Tensor) -> Tensor:
+        """The tensor of a name in its layout."""
+        return LAYOUTS[self.layouts.get(name, "contiguous")](x)
 
     def run(
         self, attend: Callable[..., Tensor], dtype: torch.dtype = torch.float64, **options: object
     ) -> dict[str, Tensor]:
         """The output of ``attend`` under ``out``, and the gradient of every input by its name."""
         inputs = {name: x.to(dtype).requires_grad_() for name, x in self.tensors.items()}
-        q, k, v = (inputs[name] for name in "qkv")
+        q, k, v = (self.laid_out(name, inputs[name]) for name in "qkv")
         extras = {name: x for name, x in inputs.items() if name not in ("q", "k", "v")}
         out = attend(q, k, v, self.spec, causal=self.causal, mask=self.mask, **extras, **options)
         assert out.dtype == dtype
-        grads = torch.autograd.grad(
-            out, list(inputs.values()), self.upstream.to(dtype), materialize_grads=True
-        )
+        upstream = self.laid_out("upstream", self.upstream.to(dtype))
+        grads = torch.autograd.grad(out, list(inputs.values()), upstream, materialize_grads=True)
         return {"out": out.detach(), **dict(zip(inputs, grads, strict=True))}
 
     @property

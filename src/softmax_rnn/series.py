@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from scipy.special import gammainc
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from softmax_rnn.spec import AttentionSpec
 
@@ -50,7 +51,9 @@ class PowerSeries(NamedTuple):
         result = leading * x
         if lower[-1]:
             result += lower[-1]
-        reuse = None if result.requires_grad else result
+        # Memory is used again where no derivative needs what it held.
+        differentiated = result.requires_grad or unpack_dual(result).tangent is not None
+        reuse = None if differentiated else result
         for coefficient in reversed(lower[:-1]):
             # One fused pass: coefficient + result * x.
             result = torch.addcmul(x.new_tensor(coefficient), result, x, out=reuse)

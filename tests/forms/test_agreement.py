@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import softmax_rnn as sr
-from cases import MASKS, Shape, assert_close, make_case
+from cases import LAYOUTS, MASKS, Shape, assert_close, make_case
 from softmax_rnn.dispatch import FORMS
 from softmax_rnn.spec import AttentionSpec
+from strategies import layouts, specs, widths
 
 TOLERANCE = {
     torch.float64: 1e-10,
@@ -82,39 +83,18 @@ def test_masks_that_broadcast(name: str, mask: str) -> None:
         assert_close(case.run(sr.attention, form=form), expected, 1e-10, form)
 
 
-@st.composite
-def specs(draw: st.DrawFn) -> AttentionSpec:
-    """Any spec at all whose output does not blow up at a zero of the row sum."""
-    series = draw(st.sampled_from(["exp", "taylor", "power"]))
-    denominator = draw(
-        st.sampled_from(
-            [
-                "sum",
-                "detached_sum",
-                "clamped_sum",
-                "sum_plus_one",
-                "length",
-                "learned_length",
-                "none",
-            ]
-        )
-    )
-    spec = AttentionSpec(
-        feature_map=draw(st.sampled_from(["identity", "elu1", "relu", "cosine"])),
-        series=series,
-        order=None if series == "exp" else draw(st.integers(0, 6)),
-        clamp=draw(st.none() | st.floats(0.1, 3.0)),
-        scale=draw(st.none() | st.floats(0.1, 1.0) | st.floats(-1.0, -0.1)),
-        denominator=denominator,
-        input_gate=draw(st.booleans()),
-        output_gate=draw(st.sampled_from(["none", "before_norm", "after_norm"])),
-        norm=draw(st.sampled_from(["none", "l2", "rms", "layer"])),
-        epsilon=draw(st.sampled_from([0.0, 0.1]))
-        if denominator in ("sum", "detached_sum")
-        else 0.0,
-    )
-    safe = spec.sign_definite or denominator in ("clamped_sum", "length", "learned_length", "none")
-    return spec if safe else dataclasses.replace(spec, floor=0.5, denominator="sum")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["softmax", "norm", "softmax_plus_one", "gate", "taylor:2"])
+def test_layouts(name: str, layout: str) -> None:
+    """Wherever the numbers of inputs and gradients lie in memory; float32 has the fast kernels."""
+    shape = Shape(batch=1, queries=70, keys=70, width=16, value_width=16)
+    case = make_case(sr.variant(name), shape=shape)
+    case = dataclasses.replace(case, layouts=dict.fromkeys(["q", "k", "v", "upstream"], layout))
+    expected = case.run(sr.attention, form="dense")
+    for form in case.forms:
+        for dtype in (torch.float64, torch.float32):
+            found = case.run(sr.attention, dtype, form=form)
+            assert_close(found, expected, TOLERANCE[dtype], f"{form} {dtype}")
 
 
 @settings(max_examples=60, deadline=None)
@@ -124,13 +104,24 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
     mask=st.sampled_from(MASKS),
     queries=st.integers(1, 140),
     past=st.integers(0, 20),
+    widths=widths(),
+    layout=layouts(),
     seed=st.integers(0, 999),
 )
 def test_any_spec(
-    spec: AttentionSpec, causal: bool, mask: str, queries: int, past: int, seed: int
+    spec: AttentionSpec,
+    causal: bool,
+    mask: str,
+    queries: int,
+    past: int,
+    widths: tuple[int, int],
+    layout: dict[str, str],
+    seed: int,
 ) -> None:
-    shape = Shape(batch=1, heads=2, kv_heads=1, queries=queries, keys=queries + past)
+    width, value_width = widths
+    shape = Shape(1, 2, 1, queries, queries + past, width, value_width)
     case = make_case(spec, causal=causal, mask=mask, shape=shape, seed=seed)
+    case = dataclasses.replace(case, layouts=layout)
     if spec.feature_map == "relu" and spec.order not in (None, 0) and spec.row_sum:
         # A row whose every weight is zero has a gradient of any size beside it.
         case = dataclasses.replace(

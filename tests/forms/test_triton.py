@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import softmax_rnn as sr
-from cases import Case, Shape, assert_close, make_case
+from cases import LAYOUTS, Case, Shape, assert_close, make_case
 from softmax_rnn.forms import triton as form
 from softmax_rnn.forms.dense import dense
 from softmax_rnn.spec import AttentionSpec
@@ -145,6 +145,13 @@ def test_masks(mask: str, spec: AttentionSpec, causal: bool, device: str) -> Non
 def test_shapes(shape: Shape, causal: bool, device: str) -> None:
     for spec in (SHIFTED, BOUNDED):
         check(make_case(spec, causal=causal, shape=shape), device)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, device: str) -> None:
+    case = make_case(SHIFTED, shape=Shape(batch=1, queries=20, keys=20))
+    layouts = dict.fromkeys(["q", "k", "v", "upstream"], layout)
+    check(dataclasses.replace(case, layouts=layouts), device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

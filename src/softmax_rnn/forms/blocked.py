@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from softmax_rnn.forms.first_order import first_order
 from softmax_rnn.forms.row_sums import RowSums, compute_dtype, in_own_precision
 from softmax_rnn.forms.weight import Weight
 from softmax_rnn.spec import AttentionSpec
@@ -26,7 +27,7 @@ def blocked(
 ) -> RowSums:
     """As :func:`softmax_rnn.forms.dense.dense`, without the T x S weights."""
     weight = Weight.of(spec, q.shape[-1], causal)
-    numerator, weight_sum, log_scale = _BlockedSums.apply(q, k, v, mask, weight)
+    numerator, weight_sum, log_scale = _BlockedSums.apply(*first_order(q, k, v), mask, weight)
     return RowSums(numerator, weight_sum, log_scale if weight.shifted else None)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, library
 from softmax_rnn.cost import chunk_length, heads_together
 from softmax_rnn.forms import chunk_step
 from softmax_rnn.forms.channels import from_columns, to_columns
+from softmax_rnn.forms.first_order import first_order
 from softmax_rnn.forms.row_sums import RowSums, in_own_precision
 from softmax_rnn.spec import AttentionSpec, Series
 from softmax_rnn.symmetric import degrees, state_rows
@@ -55,7 +56,7 @@ def chunked(
             for none.
         keep_state: whether to return the state after the last key.
     """
-    qs, ks, vs, before = to_columns(q, k, v, spec, mask, state, keep_state)
+    qs, ks, vs, before = first_order(*to_columns(q, k, v, spec, mask, state, keep_state))
     inputs = (qs, ks, vs) if before is None else (qs, ks, vs, before)
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     heads = max(1, k.shape[0] * k.shape[1])

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from softmax_rnn.forms.first_order import first_order
 from softmax_rnn.forms.row_sums import RowSums, in_own_precision, visible
 from softmax_rnn.spec import AttentionSpec
 
@@ -70,11 +71,11 @@ def fused(
         mask, causal = visible(queries, keys, True, mask, q.device), False
     # The kernels want keys and values of one width; zeros change no score and no used value.
     padded = max(q.shape[-1], width)
-    if on_gpu:  # and multiples of 8, row by row
+    if on_gpu:  # and multiples of 8
         padded += -padded % 8
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     if not q.shape[-1] == width == padded:
         q, k, v = (F.pad(x, (0, padded - x.shape[-1])) for x in (q, k, v))
+    q, k, v = first_order(*(_row_by_row(x) for x in (q, k, v)))
     if mask is not None:
         mask = mask.expand(*mask.shape[:-2], queries, keys)
     if spec.up_to_row_scale:
@@ -86,6 +87,14 @@ def fused(
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
     numerator, weight_sum, log_scale = _FlashSums.apply(q, k, v, mask, causal, scale, on_gpu)
     return RowSums(numerator[..., :width], weight_sum, log_scale)
+
+
+def _row_by_row(x: Tensor) -> Tensor:
+    """As the kernels read memory, whatever the strides say: the numbers of a row side by side.
+
+    SDPA would take the N x N way instead.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _FlashSums(torch.autograd.Function):
@@ -124,6 +133,7 @@ class _FlashSums(torch.autograd.Function):
         q, k, v, mask, lse, *random = ctx.saved_tensors
         if grad is None:
             grad = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        grad = _row_by_row(grad)
         # Any `out` with rowsum(grad * out) = -grad_sum will do: the one along grad.
         if grad_sum is None:
             out = torch.zeros_like(grad)

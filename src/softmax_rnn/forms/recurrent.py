@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from softmax_rnn.forms.channels import from_columns, read_noise, to_columns, uncompiled
+from softmax_rnn.forms.channels import Terms, from_columns, read_noise, to_columns, uncompiled
+from softmax_rnn.forms.first_order import first_order
 from softmax_rnn.forms.row_sums import RowSums, in_own_precision
 from softmax_rnn.series import PowerSeries
 from softmax_rnn.spec import AttentionSpec
@@ -28,10 +29,13 @@ def recurrent(
     keep_state: bool = False,
 ) -> RowSums:
     """As :func:`softmax_rnn.forms.chunked.chunked`, holding nothing but the state."""
-    qs, ks, vs, seen = to_columns(q, k, v, spec, mask, state, keep_state)
+    qs, ks, vs, seen = first_order(*to_columns(q, k, v, spec, mask, state, keep_state))
     degree, series = degrees(spec)[1], PowerSeries.of(spec)
     rows = state_rows(spec, q.shape[-1])
-    weights = row_weights(spec, q.shape[-1], qs.dtype, qs.device)
+    terms, weights = (
+        Terms.of(spec, q.shape[-1]),
+        row_weights(spec, q.shape[-1], qs.dtype, qs.device),
+    )
     if seen is None:
         seen = vs.new_zeros(*vs.shape[:2], rows)
 
@@ -44,7 +48,7 @@ def recurrent(
     def read(queries: Tensor, seen: Tensor) -> None:  # of all heads that share a key
         outs.append(seen @ (weights.unsqueeze(-1) * features(queries)))
         if spec.row_sum is not None:
-            noises.append(read_noise(queries.detach(), seen.detach(), series, weights))
+            noises.append(read_noise(queries.detach(), seen.detach(), terms, weights))
 
     past = k.shape[2] - q.shape[2] if causal else k.shape[2]
     for token in range(k.shape[2]):

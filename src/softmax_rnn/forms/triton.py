@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from softmax_rnn.forms.channels import uncompiled
+from softmax_rnn.forms.first_order import first_order
 from softmax_rnn.forms.row_sums import RowSums, compute_dtype
 from softmax_rnn.forms.weight import Weight
 from softmax_rnn.spec import AttentionSpec
@@ -71,7 +72,7 @@ def triton(
     (``torch.backends.cuda.matmul.fp32_precision``).
     """
     weight = Weight.of(spec, q.shape[-1], causal)
-    return RowSums(*_TritonSums.apply(q, k, v, mask, weight, spec.feature_map))
+    return RowSums(*_TritonSums.apply(*first_order(q, k, v), mask, weight, spec.feature_map))
 
 
 class _TritonSums(torch.autograd.Function):

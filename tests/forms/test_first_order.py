@@ -1,0 +1,102 @@
+"""Derivatives beyond the first, and of checkpointed calls: right, or an error that says so."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import softmax_rnn as sr
+from cases import Case, Shape, make_case
+
+SMALL = Shape(batch=1, heads=2, kv_heads=1, queries=9, keys=9, width=4, value_width=4)
+HAND_WRITTEN = [
+    (name, form)
+    for name in ("softmax", "norm", "softmax_plus_one", "gate", "taylor:2", "linear_elu", "power:3")
+    for form in sr.forms(name)
+    if form != "dense"
+]
+
+
+def attend(case: Case, form: str) -> tuple[Tensor, dict[str, Tensor]]:
+    inputs = {name: x.clone().requires_grad_() for name, x in case.tensors.items()}
+    return sr.attention(spec=case.spec, form=form, **inputs), inputs
+
+
+@pytest.mark.parametrize(("name", "form"), HAND_WRITTEN)
+def test_a_second_derivative_is_an_error(name: str, form: str) -> None:
+    """However small its part of the graph, and whatever the gradient of the output depends on."""
+    out, inputs = attend(make_case(sr.variant(name), shape=SMALL), form)
+    for loss in (out.sum(), out.square().sum()):
+        q, k, v = (inputs[x] for x in "qkv")
+        grads = torch.autograd.grad(loss, (q, k, v), create_graph=True)
+        for grad in grads:
+            for x in (q, k, v):
+                with pytest.raises(NotImplementedError, match="Second derivative: .*form='dense'"):
+                    torch.autograd.grad(grad.sum(), x, retain_graph=True, allow_unused=True)
+
+
+def test_a_second_derivative_through_a_state_is_an_error() -> None:
+    case = make_case(sr.variant("taylor:2"), shape=SMALL)
+    q, k, v = (case.tensors[name].clone().requires_grad_() for name in "qkv")
+    for form in ("chunked", "recurrent"):
+        _, state = sr.attention(q, k, v, case.spec, return_state=True, form=form)
+        out = sr.attention(q.detach(), k.detach(), v.detach(), case.spec, state=state, form=form)
+        (grad,) = torch.autograd.grad(out.sum(), k, create_graph=True)
+        with pytest.raises(NotImplementedError, match="form='dense'"):
+            torch.autograd.grad(grad.sum(), k)
+
+
+@pytest.mark.parametrize(("name", "form"), HAND_WRITTEN)
+def test_forward_mode_is_an_error(name: str, form: str) -> None:
+    case = make_case(sr.variant(name), shape=SMALL)
+    extras = {key: x for key, x in case.tensors.items() if key not in "qkv"}
+    for moved in "qkv":
+        with (
+            forward_ad.dual_level(),
+            pytest.raises(NotImplementedError, match="Forward-mode derivative: .*form='dense'"),
+        ):
+            x = {key: case.tensors[key] for key in "qkv"}
+            x[moved] = forward_ad.make_dual(x[moved], torch.ones_like(x[moved]))
+            sr.attention(spec=case.spec, form=form, **x, **extras)
+
+
+@pytest.mark.parametrize("name", [name for name in sr.variants() if "detached" not in name])
+def test_dense_has_every_derivative(name: str) -> None:
+    shape = Shape(batch=1, heads=1, kv_heads=1, queries=3, keys=4, width=2, value_width=3)
+    case = make_case(sr.variant(name), shape=shape)
+    inputs = [x.requires_grad_() for x in case.tensors.values()]
+
+    def attend(*given: Tensor) -> Tensor:
+        return sr.attention(
+            spec=case.spec, form="dense", **dict(zip(case.tensors, given, strict=True))
+        )
+
+    assert torch.autograd.gradcheck(attend, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(attend, inputs)
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
+@pytest.mark.parametrize("name", sr.variants())
+def test_checkpoints(name: str, reentrant: bool) -> None:
+    """A checkpointed call gives the gradients of a plain one, to the bit."""
+    case = make_case(sr.variant(name), mask="padding", shape=SMALL)
+    kept = partial(checkpoint, use_reentrant=reentrant)
+    for form in case.forms:
+
+        def attend(*given: Tensor, form: str = form) -> Tensor:
+            named = dict(zip(case.tensors, given, strict=True))
+            return sr.attention(spec=case.spec, mask=case.mask, form=form, **named)
+
+        grads = []
+        for call in (attend, partial(kept, attend)):
+            inputs = [x.clone().requires_grad_() for x in case.tensors.values()]
+            call(*inputs).backward(case.upstream)
+            grads.append([x.grad for x in inputs])
+        for a, b in zip(*grads, strict=True):
+            assert (a is None) == (b is None), form
+            assert a is None or torch.equal(a, b), form

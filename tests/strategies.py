@@ -1,0 +1,57 @@
+"""What property tests draw: specifications, widths, layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import strategies as st
+
+from cases import LAYOUTS
+from softmax_rnn.spec import AttentionSpec
+
+
+def layouts() -> st.SearchStrategy[dict[str, str]]:
+    """A layout for each of q, k, v and the gradient of the output."""
+    return st.fixed_dictionaries(
+        {name: st.sampled_from(list(LAYOUTS)) for name in ("q", "k", "v", "upstream")}
+    )
+
+
+def widths() -> st.SearchStrategy[tuple[int, int]]:
+    """Widths of keys and values."""
+    return st.tuples(st.sampled_from([8, 5, 1]), st.sampled_from([6, 8, 1]))
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> AttentionSpec:
+    """Any spec at all whose output does not blow up at a zero of the row sum."""
+    series = draw(st.sampled_from(["exp", "taylor", "power"]))
+    denominator = draw(
+        st.sampled_from(
+            [
+                "sum",
+                "detached_sum",
+                "clamped_sum",
+                "sum_plus_one",
+                "length",
+                "learned_length",
+                "none",
+            ]
+        )
+    )
+    spec = AttentionSpec(
+        feature_map=draw(st.sampled_from(["identity", "elu1", "relu", "cosine"])),
+        series=series,
+        order=None if series == "exp" else draw(st.integers(0, 6)),
+        clamp=draw(st.none() | st.floats(0.1, 3.0)),
+        scale=draw(st.none() | st.floats(0.1, 1.0) | st.floats(-1.0, -0.1)),
+        denominator=denominator,
+        input_gate=draw(st.booleans()),
+        output_gate=draw(st.sampled_from(["none", "before_norm", "after_norm"])),
+        norm=draw(st.sampled_from(["none", "l2", "rms", "layer"])),
+        epsilon=draw(st.sampled_from([0.0, 0.1]))
+        if denominator in ("sum", "detached_sum")
+        else 0.0,
+    )
+    safe = spec.sign_definite or denominator in ("clamped_sum", "length", "learned_length", "none")
+    return spec if safe else dataclasses.replace(spec, floor=0.5, denominator="sum")
