@@ -41,7 +41,7 @@ def _norm(spec: AttentionSpec, x: Tensor, weight: Tensor | None, bias: Tensor | 
     if spec.norm == "layer":
         x = x - x.mean()
     if spec.norm in ("rms", "layer"):
-        eps = 1e-5 if spec.norm == "layer" else torch.finfo(x.dtype).eps
+        eps = {"layer": 1e-5, "rms": 2.0**-23}[spec.norm]
         x = x / (x.pow(2).mean() + eps).sqrt()
     x = x if weight is None else weight * x
     return x if bias is None else x + bias

@@ -104,6 +104,43 @@ def test_the_l2_norm_of_small_powers() -> None:
         torch.testing.assert_close(sr.attention(q, k, v, spec, form=form), v)
 
 
+@pytest.mark.parametrize("size", [1e-12, 1e-8, 1e-3, 1.0, 1e4, 1e9])
+@pytest.mark.parametrize("name", ["power:2", "power:3", "power:6"])
+def test_quotients_of_powers_of_any_size(name: str, size: float) -> None:
+    """A factor of the scores cancels; float32 has no place for its power."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 60, 3, generator=draw, dtype=torch.float64).unbind(0)
+    expected = sr.attention(q, k, v, name, form="dense")
+    settled = expected.norm(dim=-1) < 20  # an odd power's sum may be near zero
+    settled[..., :10] = False  # and a state of few keys holds sums of large numbers that cancel
+    for form in sr.forms(name):
+        found = sr.attention((q * size).float(), (k * size).float(), v.float(), name, form=form)
+        error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert error[settled].median() < 1e-4, form
+        assert error[settled].max() < 0.1, form
+
+
+@pytest.mark.parametrize("form", ["dense", "blocked", "chunked", "recurrent"])
+def test_a_sum_of_powers_that_crosses_zero(form: str) -> None:
+    """The guard is in units of the weights: tiny ones are no noise, and none divides by zero."""
+    k = torch.tensor([[[[1.0], [-1.0]]]])
+    v = torch.tensor([[[[1.0, 2.0], [3.0, 5.0]]]])
+    q = torch.full((1, 1, 2, 1), 1e-3)
+    out = sr.attention(q, k, v, "power:3", form=form)
+    torch.testing.assert_close(out[0, 0, 0], v[0, 0, 0])
+    assert out.isfinite().all()
+
+
+def test_no_queries_with_a_mask_of_queries() -> None:
+    q, k = torch.zeros(1, 2, 0, 4), torch.zeros(1, 2, 5, 4)
+    mask = torch.ones(1, 2, 0, 5, dtype=torch.bool)
+    for name in ("length", "linear_cosine", "power:3", "softmax"):
+        extra = {"length_power": torch.ones(2)} if name == "linear_cosine" else {}
+        for causal in (True, False):
+            out = sr.attention(q, k, k, name, mask=mask, causal=causal, **extra)
+            assert out.shape == (1, 2, 0, 4)
+
+
 @pytest.mark.parametrize(
     ("batch", "queries", "keys"), [(0, 3, 3), (2, 0, 3), (2, 3, 0)], ids=["batch", "query", "key"]
 )

@@ -23,7 +23,7 @@ def _out_gate(x: Tensor, extras: dict[str, Tensor]) -> Tensor:
 
 
 def _rms(x: Tensor, extras: dict[str, Tensor]) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], extras["norm_weight"])  # the authors': nn.RMSNorm(head_dim)
+    return F.rms_norm(x, x.shape[-1:], extras["norm_weight"], eps=2.0**-23)
 
 
 def _layer(x: Tensor, extras: dict[str, Tensor]) -> Tensor:
@@ -98,6 +98,19 @@ def test_variant_is_the_authors(name: str) -> None:
     t = torch.arange(1, 20, dtype=torch.float64)[:, None]
     expected = finish(weights @ v, weights.sum(-1, keepdim=True), t, e)
     torch.testing.assert_close(case.run(sr.attention)["out"], expected)
+
+
+@pytest.mark.parametrize(
+    ("norm", "module"), [("rms", torch.nn.RMSNorm), ("layer", torch.nn.LayerNorm)]
+)
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-5])
+def test_epsilons_are_those_of_the_authors_modules(
+    norm: str, module: type[torch.nn.Module], size: float
+) -> None:
+    """A norm of one value vector is the module's: of a short one it is the epsilon that counts."""
+    v = size * torch.randn(1, 1, 1, 8)
+    spec = sr.AttentionSpec(norm=norm)
+    torch.testing.assert_close(sr.attention(v, v, v, spec), module(8)(v))
 
 
 def test_every_row_has_its_formula() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, overload
 
 import torch
@@ -10,13 +11,20 @@ from torch import Tensor
 from softmax_rnn.checks import check_extra, check_tensors, checked_mask
 from softmax_rnn.dispatch import choose
 from softmax_rnn.feature_maps import FEATURE_MAPS
-from softmax_rnn.forms.row_sums import RowSums, compute_dtype, no_autocast, visible_count
+from softmax_rnn.finite import check_output, check_sums
+from softmax_rnn.forms.row_sums import (
+    RowSums,
+    compute_dtype,
+    no_autocast,
+    visible_count,
+    visible_keys,
+)
 from softmax_rnn.norms import normalized
 from softmax_rnn.spec import AttentionSpec
-from softmax_rnn.state import State, check_finite, check_state, next_state
+from softmax_rnn.state import State, check_state, next_state
 from softmax_rnn.variants import resolve
 
-# A row sum that can cross zero is kept at least this far from it.
+# A quotient whose row sum crosses zero is at most 1 / SUM_GUARD times the largest value.
 SUM_GUARD = 1e-6
 
 
@@ -105,9 +113,11 @@ def attention(
     Raises:
         ValueError: shapes, dtypes, devices, gates, form or state that do not fit, naming what
             would.
-        OverflowError: an un-normalised exponential beyond the range of the dtype.
+        OverflowError: sums, a state or outputs beyond the range of their dtype, in any form.
         MemoryError: a state too large, with its bytes and the largest order that fits.
-        FloatingPointError: a state that is not finite any more, with the index of the token.
+        FloatingPointError: NaN or infinity in a state or what it is given, with the index of the
+            token.
+        NotImplementedError: a second or forward-mode derivative, which ``form="dense"`` alone has.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 4, 128, 32).unbind(0)
@@ -131,11 +141,15 @@ def attention(
     if state is not None:
         check_state(state, spec, k, v)
 
-    dtype, stateful = compute_dtype(q.dtype), state is not None or return_state
+    given, dtype = q.dtype, compute_dtype(q.dtype)
+    stateful = state is not None or return_state
     with no_autocast(q.device.type):
         if input_gate is not None:
             v = v * input_gate.unsqueeze(-1).to(v.dtype)
         way = choose(form, spec, q, k, v, causal=causal, mask=mask, stateful=stateful)
+        log_scale = None
+        if spec.homogeneous and not (way.maps and given == torch.float16):
+            q, log_scale = _with_unit_scores(q, k, spec, mask)
         if not way.maps:
             q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
         with_state: dict[str, Any] = {}
@@ -143,12 +157,14 @@ def attention(
             before = None if state is None else state.sums
             with_state = {"state": before, "keep_state": return_state}
         sums = way.compute(q, k, v, spec, causal=causal, mask=mask, **with_state)
-        if stateful:
-            check_finite(sums, spec, state, k, v, mask)
+        if spec.order is not None:
+            check_sums(sums, spec, state, q, k, v, mask)
+        if log_scale is not None:
+            sums = sums._replace(log_scale=log_scale)
         out, log_scale = sums.numerator.to(dtype), sums.log_scale
         if spec.row_sum is not None:
             if sums.weight_sum is not None:  # else the form has divided already
-                out = out / _row_sum(sums, spec).unsqueeze(-1)
+                out = out / _row_sum(sums, spec, v).unsqueeze(-1)
             log_scale = None
         elif spec.denominator != "none":
             length = visible_count(queries, keys, causal, mask, q.device)
@@ -164,21 +180,46 @@ def attention(
         out = normalized(out, log_scale, spec.norm, norm_weight, norm_bias)
         if gate is not None and spec.output_gate == "after_norm":
             out = out * gate
-        out = out.to(q.dtype)
+        if not spec.bounded:
+            check_output(out, given)
+        out = out.to(given)
         if not return_state:
             return out
         assert sums.state is not None
         return out, next_state(spec, state, sums.state, mask, keys)
 
 
-def _row_sum(sums: RowSums, spec: AttentionSpec) -> Tensor:
+def _with_unit_scores(
+    q: Tensor, k: Tensor, spec: AttentionSpec, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Queries whose scores are of size 1, and the log of what their powers are to be multiplied by.
+
+    The power of a small score would vanish, that of a large one overflow, where a denominator or a
+    norm leaves an ordinary number. A power of two for each row, so that nothing is rounded.
+    """
+    if not q.numel() or not k.numel():
+        return q, None
+    dtype = compute_dtype(q.dtype)
+    keys = (
+        k.detach() if mask is None else k.detach().masked_fill(~visible_keys(mask, k.shape[1]), 0)
+    )
+    longest = keys.abs().amax((2, 3)).to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    exponent = (q.detach().abs().amax(-1).to(dtype).log2() + longest.log2().unsqueeze(-1)).round()
+    exponent = exponent.masked_fill(~exponent.isfinite(), 0.0)
+    if q.dtype == torch.float16:  # whose range is small
+        q = q.to(dtype)
+    assert spec.order is not None
+    return q * (-exponent).exp2().unsqueeze(-1).to(q.dtype), spec.order * math.log(2) * exponent
+
+
+def _row_sum(sums: RowSums, spec: AttentionSpec, v: Tensor) -> Tensor:
     """The row-sum denominator, in units of ``exp(log_scale)``, kept away from zero."""
     rule, weight_sum, noise = spec.row_sum, sums.weight_sum, sums.noise
     assert rule is not None
     assert weight_sum is not None
     unit = torch.ones_like(weight_sum) if sums.log_scale is None else (-sums.log_scale).exp()
     if noise is not None:
-        # A sum below its own error says nothing: neither is the numerator more than that.
+        # A sum below its own error is noise, and so is the numerator.
         least = noise if spec.sign_definite else noise * _sign(weight_sum)
         lost = weight_sum < noise if spec.sign_definite else weight_sum.abs() < noise
         weight_sum = torch.where(lost & (noise > 0), least, weight_sum)
@@ -187,9 +228,12 @@ def _row_sum(sums: RowSums, spec: AttentionSpec) -> Tensor:
         total = total + rule.offset * unit
     if rule.floor:
         total = total.maximum(rule.floor * unit)
-    if spec.sign_definite:
-        return total.masked_fill(total == 0, 1.0)  # no visible key, or no weight: 0 / 1
-    return torch.where(total.abs() < SUM_GUARD, SUM_GUARD * _sign(total), total)
+    if not spec.sign_definite and noise is None and v.numel():
+        largest = v.detach().abs().amax((2, 3)).to(total.dtype)
+        largest = largest.repeat_interleave(total.shape[1] // v.shape[1], dim=1).unsqueeze(-1)
+        least = SUM_GUARD * sums.numerator.detach().abs().amax(-1) / largest
+        total = torch.where(total.abs() < least, least * _sign(total), total)
+    return total.masked_fill(total == 0, 1.0)  # no visible key, or no weight: 0 / 1
 
 
 def _sign(x: Tensor) -> Tensor:

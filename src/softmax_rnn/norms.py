@@ -9,9 +9,9 @@ from torch import Tensor
 
 from softmax_rnn.spec import Norm
 
-# The defaults of nn.LayerNorm and nn.RMSNorm, which the authors use; the latter, `None`, is the
-# machine epsilon of the type. The L2 norm leaves a zero vector as it is.
-NORM_EPS: dict[Norm, float | None] = {"layer": 1e-5, "rms": None}
+# What the authors use: the defaults of nn.LayerNorm, and of nn.RMSNorm up to float32 (the machine
+# epsilon). The L2 norm leaves a zero vector as it is.
+NORM_EPS: dict[Norm, float] = {"layer": 1e-5, "rms": torch.finfo(torch.float32).eps}
 
 
 def normalized(
@@ -35,7 +35,7 @@ def normalized(
         return x if log_scale is None else x * _exp_or_raise(log_scale).unsqueeze(-1)
     if norm == "layer":
         x = x - x.mean(-1, keepdim=True)
-    eps = x.new_tensor(NORM_EPS[norm] or torch.finfo(x.dtype).eps)
+    eps = x.new_tensor(NORM_EPS[norm])
     if log_scale is not None:
         # The same eps for the true values: a norm ignores the scale, up to its eps.
         eps = eps * (-2 * log_scale).exp().unsqueeze(-1)
@@ -112,7 +112,7 @@ def _exp_or_raise(log_scale: Tensor) -> Tensor:
     if not torch.compiler.is_compiling() and not scale.isfinite().all():
         limit = torch.finfo(scale.dtype).max
         raise OverflowError(
-            f"The un-normalised sum of exponentials overflows {scale.dtype}: the largest "
+            f"The un-normalised sum of weights overflows {scale.dtype}: the largest "
             f"log-sum-exp is {log_scale.max().item():.1f}, the limit {limit:.3g}. "
             "Give the spec a norm, a row-sum denominator, or a clamp (the paper's is 5)."
         )

@@ -166,6 +166,17 @@ class AttentionSpec:
             return self.norm == "l2"
         return not (rule.offset or rule.floor)
 
+    @property
+    def homogeneous(self) -> bool:
+        """Whether a factor of the queries is a factor of every weight: that factor's power."""
+        one_power = self.series == "power" and (self.order or 0) > 1 and self.clamp is None
+        return one_power and self.feature_map in ("identity", "relu")
+
+    @property
+    def bounded(self) -> bool:
+        """Whether no output is larger than the values, or than what a norm's weight makes of 1."""
+        return self.norm != "none" or (self.row_sum is not None and self.sign_definite)
+
     def score_scale(self, head_dim: int) -> float:
         """The factor of ``phi(q) . phi(k)`` for keys of width ``head_dim``."""
         scale = self.scale

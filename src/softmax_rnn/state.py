@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from softmax_rnn.cost import chunk_length, heads_together
-from softmax_rnn.forms.row_sums import RowSums, compute_dtype
+from softmax_rnn.forms.row_sums import compute_dtype
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.symmetric import cumulative_dimension, degrees, state_rows, state_size
 
@@ -88,55 +87,6 @@ def next_state(
     if state is None:
         return State(spec, sums, seen, keys)
     return State(spec, sums, state.visible + seen, state.tokens + keys)
-
-
-def check_finite(
-    sums: RowSums,
-    spec: AttentionSpec,
-    state: State | None,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-) -> None:
-    """Raise if a state holds no finite number any more, naming the token that did it.
-
-    A number that is not finite reaches every output that sees it, so that the outputs tell of it;
-    but the last keys no output may see well, and these are told by the size of their powers.
-
-    Raises:
-        FloatingPointError: with the index of the token, counted from the start of the state.
-    """
-    if torch.compiler.is_compiling():
-        return
-    if mask is not None:  # [B, 1, 1, S]; a hidden key may hold anything
-        k, v = (x.masked_fill(~mask.transpose(2, 3), 0.0) for x in (k, v))
-    if sums.numerator.isfinite().all() and not _may_overflow(sums, spec, k, v):
-        return
-    before = 0 if state is None else state.tokens
-    if state is not None and not state.sums.isfinite().all():
-        raise FloatingPointError(f"The state given holds NaN or infinity, after {before} tokens.")
-    for name, x in (("key", k), ("value", v)):
-        bad = (~x.isfinite()).any(-1).flatten(0, 1).any(0).nonzero()
-        if len(bad):
-            token = before + int(bad[0])
-            raise FloatingPointError(f"The {name} of token {token} holds NaN or infinity.")
-    if sums.state is not None and not sums.state.isfinite().all():
-        largest = k.detach().abs().amax(-1).flatten(0, 1).amax(0)
-        token = before + int(largest.argmax())
-        raise FloatingPointError(
-            f"The state overflows {sums.state.dtype} between tokens {before} and "
-            f"{before + k.shape[2] - 1}; the longest key, of token {token}, has entries of "
-            f"{largest.max().item():.3g}. Use a lower order, shorter keys or float64."
-        )
-
-
-def _may_overflow(sums: RowSums, spec: AttentionSpec, k: Tensor, v: Tensor) -> bool:
-    """Whether sums of a key's powers times its value may be beyond the range of the state."""
-    if sums.state is None or not k.numel() or not v.numel():
-        return False
-    largest = [max(1.0, float(x.detach().abs().max())) for x in (k, v)]
-    log_size = degrees(spec)[1] * math.log(largest[0]) + math.log(largest[1] * k.shape[2])
-    return not log_size < math.log(torch.finfo(sums.state.dtype).max)
 
 
 def fits(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import softmax_rnn as sr
 from cases import Case, Shape, assert_close, make_case
 from softmax_rnn.cost import FEATURES
+from strategies import layouts
 
 DENOMINATORS = (
     *("sum", "detached_sum", "clamped_sum", "sum_plus_one"),
@@ -69,6 +71,7 @@ def in_pieces(case: Case, cuts: Sequence[int], form: str, dtype: torch.dtype) ->
     length=st.integers(1, 150),
     cuts=st.lists(st.integers(0, 150), max_size=3),
     form=st.sampled_from(["auto", "chunked", "recurrent"]),
+    layout=layouts(),
     seed=st.integers(0, 999),
 )
 def test_any_split_of_any_finite_series(
@@ -82,6 +85,7 @@ def test_any_split_of_any_finite_series(
     length: int,
     cuts: list[int],
     form: str,
+    layout: dict[str, str],
     seed: int,
 ) -> None:
     """Equal to dense in float64 to 1e-10, gradients through the states included."""
@@ -103,6 +107,7 @@ def test_any_split_of_any_finite_series(
         spec = dataclasses.replace(spec, denominator="sum", floor=0.5)  # away from its zeros
     shape = Shape(batch=2, heads=2, kv_heads=1, queries=length, keys=length, width=3, value_width=2)
     case = make_case(spec, mask=mask, shape=shape, seed=seed)
+    case = dataclasses.replace(case, layouts=layout)
     expected = case.run(sr.attention, form="dense")
     cuts = sorted(cut for cut in cuts if cut <= length)
     assert_close(in_pieces(case, cuts, form, torch.float64), expected, 1e-10, f"{spec} {cuts}")
@@ -271,7 +276,7 @@ def test_nan_is_reported_with_the_token() -> None:
         sr.attention(q, k, bad, "taylor:2", state=state, return_state=True)
     long = k.clone()
     long[0, 0, 3] = 1e30
-    with pytest.raises(FloatingPointError, match=r"overflows torch.float32 .* of token 13"):
+    with pytest.raises(OverflowError, match=r"state overflows torch.float32 .* of token 13"):
         sr.attention(q, long, v, "taylor:2", state=state, return_state=True)
     poisoned = dataclasses.replace(state, sums=state.sums * torch.nan)
     with pytest.raises(FloatingPointError, match="state given holds NaN or infinity, after 10"):
@@ -325,10 +330,43 @@ def test_keys_and_queries_of_unlike_size(form: str, order: int, size: float) -> 
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+SIZES = (1e-3, 0.1, 1.0, 10.0, 3e3, 1e4)
+
+
+@pytest.mark.parametrize("form", ["chunked", "recurrent"])
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [("taylor:2", 8), ("taylor:4", 4), ("taylor:8", 3), ("power:2", 8), ("power:4", 3)],
+)
+def test_states_of_keys_and_queries_of_any_size(name: str, width: int, form: str) -> None:
+    """Every row against float64; where sums or states are beyond float32 that is an error."""
+    spec = sr.variant(name)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 1, 2, 150, width, generator=draw, dtype=torch.float64)
+    sizes = list(itertools.product(SIZES, SIZES))
+    too_large = [max(key, key * query) ** spec.order > 1e28 for key, query in sizes]
+
+    def attend(sizes: list[tuple[float, float]]) -> Tensor:
+        """The largest error of each row, of all sizes at once."""
+        key, query = torch.tensor(sizes, dtype=torch.float64).view(-1, 2, 1, 1, 1).unbind(1)
+        q, k, v = query * x[0], key * x[1], x[2].expand(len(sizes), -1, -1, -1)
+        expected = sr.attention(q, k, v, spec, form="dense")
+        found, _ = sr.attention(q.float(), k.float(), v.float(), spec, return_state=True, form=form)
+        return (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+
+    error = attend([size for size, large in zip(sizes, too_large, strict=True) if not large])
+    assert error.max() < 1e-2
+    assert error.median() < 1e-5
+    for size, large in zip(sizes, too_large, strict=True):
+        if large and form == "chunked":
+            with contextlib.suppress(OverflowError):
+                assert attend([size]).max() < 1e-2, size
+
+
 def test_an_overflow_of_the_last_keys_is_told_at_once() -> None:
     q, k, v = torch.randn(3, 1, 1, 3, 4).unbind(0)
     k[..., 2, :] = 1e20
-    with pytest.raises(FloatingPointError, match="overflows torch.float32"):
+    with pytest.raises(OverflowError, match="state overflows torch.float32"):
         sr.attention(q * 1e-20, k, v, "taylor:2", return_state=True)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from softmax_rnn.forms.row_sums import RowSums, compute_dtype
 from softmax_rnn.series import PowerSeries
 from softmax_rnn.spec import AttentionSpec
+from softmax_rnn.symmetric import degrees, dimension
 
 Function = TypeVar("Function", bound=Callable[..., RowSums])
 
@@ -69,15 +71,47 @@ def _balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q / ratio.view(-1, 1, 1, 1), k * ratio.view(-1, 1, 1)
 
 
-def read_noise(q: Tensor, state: Tensor, series: PowerSeries, weights: Tensor) -> Tensor:
+class Terms(NamedTuple):
+    """The powers of a finite series, for keys of a width.
+
+    Attributes:
+        first: the lowest power.
+        sizes: number of monomials of each.
+        roots: the square root of each one's coefficient.
+    """
+
+    first: int
+    sizes: tuple[int, ...]
+    roots: tuple[float, ...]
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, width: int) -> Terms:
+        """Those of a spec."""
+        first, last = degrees(spec)
+        coefficients = PowerSeries.of(spec).coefficients
+        assert coefficients is not None
+        sizes = tuple(dimension(width, n) for n in range(first, last + 1))
+        return cls(first, sizes, tuple(math.sqrt(a) for a in coefficients[first:]))
+
+
+def read_noise(q: Tensor, state: Tensor, terms: Terms, weights: Tensor) -> Tensor:
     """The rounding error of a weight sum read from a state: [N, G * L] of queries [N, D, G * L].
 
-    The products with the monomials may cancel down to a small ``w(q . k)``; their error follows
-    their size, ``|w(q . q)|^(1/2)`` times the norm of the state's last channel (Cauchy-Schwarz).
+    The products with the monomials may cancel down to a small sum of ``w(q . k)``; their error
+    follows their size. Power by power that is at most ``|q|^n`` times the norm of the state's
+    monomials of that degree (Cauchy-Schwarz), however long the keys and short the queries.
     """
-    size = series(q.square().sum(1)).sqrt()
-    norm = (weights * state[:, -1].square()).sum(-1, keepdim=True).sqrt()
-    return _ROUNDING * torch.finfo(q.dtype).eps * size * norm
+    # Squares of high powers are beyond float32; devices without float64 have to do without.
+    wide = q.dtype if q.device.type == "mps" else torch.float64
+    squares = state[:, -1].to(wide).square() * weights
+    norms = [part.sum(1, keepdim=True).sqrt() for part in squares.split(terms.sizes, dim=1)]
+    length = q.to(wide).square().sum(1).sqrt()
+    noise = torch.zeros_like(length)
+    for norm, root in zip(reversed(norms), reversed(terms.roots), strict=True):
+        noise = torch.addcmul(norm * root, noise, length)
+    if terms.first:
+        noise = noise * length**terms.first
+    return (_ROUNDING * torch.finfo(q.dtype).eps * noise).to(q.dtype)
 
 
 # Errors of so many products add up to some units in the last place.

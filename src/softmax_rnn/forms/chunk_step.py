@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softmax_rnn.forms.channels import read_noise
+from softmax_rnn.forms.channels import Terms, read_noise
 from softmax_rnn.series import PowerSeries
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.symmetric import (
@@ -40,6 +40,7 @@ class Tables(NamedTuple):
 
     series: PowerSeries
     slope: PowerSeries
+    terms: Terms
     degree: int
     unused: int  # monomials of lower degrees, which the single power of `power` only passes through
     weights: Tensor
@@ -64,6 +65,7 @@ def tables(
         return Tables(
             series,
             series.derivative(),
+            Terms.of(spec, width),
             degree,
             cumulative_dimension(width, degree) - len(weights),
             weights,
@@ -109,7 +111,7 @@ def forward(
     if q is not None and seen is not None:
         weighted = of.weights * seen
         sums = _plus(sums, weighted, features[0])
-        noise = read_noise(q, seen, of.series, of.weights) if weighs else None
+        noise = read_noise(q, seen, of.terms, of.weights) if weighs else None
     if keys is not None and after is not None:
         added = keys[1], features[-1].mT
         torch.bmm(*added, out=after) if seen is None else torch.baddbmm(seen, *added, out=after)

@@ -86,7 +86,7 @@ def visible_count(
             return torch.arange(keys - queries + 1, keys + 1, device=device)
         return torch.full((1,), keys, device=device)
     mask = mask.expand(*mask.shape[:-1], keys)
-    if mask.shape[-2] > 1:
+    if mask.shape[-2] != 1:
         full = visible(queries, keys, causal, mask, device)
         assert full is not None
         return full.sum(-1)
@@ -94,3 +94,11 @@ def visible_count(
     if causal:
         return per_key.cumsum(-1)[..., keys - queries :]
     return per_key.sum(-1, keepdim=True)
+
+
+def visible_keys(mask: Tensor, kv_heads: int) -> Tensor:
+    """Which keys any query sees, of a mask with four dimensions; broadcastable to [B, Hkv, S, 1]."""
+    shown = mask.any(-2)
+    if shown.shape[1] > 1:
+        shown = shown.unflatten(1, (kv_heads, -1)).any(2)
+    return shown.unsqueeze(-1)

@@ -1,0 +1,110 @@
+"""Numbers beyond the range of their type: an error that says what made them, never NaN alone."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from softmax_rnn.forms.row_sums import RowSums, visible_keys
+from softmax_rnn.spec import AttentionSpec
+from softmax_rnn.state import State
+from softmax_rnn.symmetric import degrees
+
+
+def check_sums(
+    sums: RowSums,
+    spec: AttentionSpec,
+    state: State | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+) -> None:
+    """Raise if the sums of a finite series, or its state, overflow.
+
+    A number that is not finite reaches every output that sees it, so that the outputs tell of it;
+    but the last keys no output may see well, and these are told by the size of their powers.
+    Without a state, NaN or infinity in the inputs goes through to the outputs, as in softmax.
+
+    Raises:
+        OverflowError: with the size of the scores, or of the key that made a state too large.
+        FloatingPointError: for NaN or infinity in a state or what is added to it, with the index
+            of the token, counted from the start of the state.
+    """
+    if _no_data(sums.numerator):
+        return
+    if mask is not None:  # a hidden key may hold anything
+        shown = visible_keys(mask, k.shape[1])
+        k, v = (x.detach().masked_fill(~shown, 0.0) for x in (k, v))
+    if _finite(sums.numerator) and _finite(sums.weight_sum) and not _may_overflow(sums, spec, k, v):
+        return
+    if state is not None or sums.state is not None:
+        _check_state(sums, state, k, v)
+    if all(_finite(x) for x in (q, k, v)) and not (
+        _finite(sums.numerator) and _finite(sums.weight_sum)
+    ):
+        longest = [x.detach().double().norm(dim=-1).amax().item() for x in (q, k)]
+        raise OverflowError(
+            f"The sums of power {spec.order} overflow {sums.numerator.dtype}: queries are up to "
+            f"{longest[0]:.3g} long and keys {longest[1]:.3g}, their products multiplied by "
+            f"{spec.score_scale(q.shape[-1]):.3g}. Use smaller ones, a lower order or float64."
+        )
+
+
+def check_output(out: Tensor, dtype: torch.dtype) -> None:
+    """Raise if finite outputs are beyond the range of ``dtype``; that of float16 is small.
+
+    Raises:
+        OverflowError: with the largest of them.
+    """
+    if dtype != torch.float16 or _no_data(out) or not out.numel():
+        return
+    largest = out.detach().abs().amax().item()
+    if torch.finfo(dtype).max < largest < math.inf:
+        raise OverflowError(
+            f"The largest output, {largest:.3g}, overflows {dtype}, whose largest number is "
+            f"{torch.finfo(dtype).max:.3g}. Use bfloat16, a denominator or a norm."
+        )
+
+
+def _check_state(sums: RowSums, state: State | None, k: Tensor, v: Tensor) -> None:
+    before = 0 if state is None else state.tokens
+    if state is not None and not state.sums.isfinite().all():
+        raise FloatingPointError(f"The state given holds NaN or infinity, after {before} tokens.")
+    for name, x in (("key", k), ("value", v)):
+        bad = (~x.isfinite()).any(-1).flatten(0, 1).any(0).nonzero()
+        if len(bad):
+            token = before + int(bad[0])
+            raise FloatingPointError(f"The {name} of token {token} holds NaN or infinity.")
+    if sums.state is not None and not sums.state.isfinite().all():
+        largest = k.detach().abs().amax(-1).flatten(0, 1).amax(0)
+        token = before + int(largest.argmax())
+        raise OverflowError(
+            f"The state overflows {sums.state.dtype} between tokens {before} and "
+            f"{before + k.shape[2] - 1}; the longest key, of token {token}, has entries of "
+            f"{largest.max().item():.3g}. Use a lower order, shorter keys or float64."
+        )
+
+
+def _may_overflow(sums: RowSums, spec: AttentionSpec, k: Tensor, v: Tensor) -> bool:
+    """Whether sums of a key's powers times its value may be beyond the range of the state."""
+    if sums.state is None or not k.numel() or not v.numel():
+        return False
+    largest = [max(1.0, float(x.detach().abs().max())) for x in (k, v)]
+    log_size = degrees(spec)[1] * math.log(largest[0]) + math.log(largest[1] * k.shape[2])
+    return not log_size < math.log(torch.finfo(sums.state.dtype).max)
+
+
+def _finite(x: Tensor | None) -> bool:
+    if x is None:
+        return True
+    x = x.detach()
+    # One pass over the numbers; only a sum that overflows itself needs a closer look.
+    return bool(x.sum().isfinite()) or bool(x.isfinite().all())
+
+
+def _no_data(x: Tensor) -> bool:
+    """Whether nothing can be asked of the numbers: while tracing, and on the meta device."""
+    return torch.compiler.is_compiling() or x.is_meta or type(x) is not Tensor

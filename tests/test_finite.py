@@ -1,0 +1,58 @@
+"""Numbers beyond the range of their type: the same error from every form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import softmax_rnn as sr
+from cases import Shape, make_case
+
+FINITE = ["taylor:4", "power:4", "quadratic", "taylor_elu:4", "taylor_relu:3"]
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_sums_that_overflow_are_an_error_in_every_form(name: str) -> None:
+    spec = sr.variant(name) if name == "quadratic" else sr.variant(name)
+    case = make_case(spec, shape=Shape(queries=70, keys=70), spread=1e10)
+    q, k, v = (case.tensors[x].float() for x in "qkv")
+    for form in ("auto", *sr.forms(spec)):
+        if spec.homogeneous and spec.row_sum:  # the quotient of large powers is an ordinary number
+            assert sr.attention(q, k, v, spec, form=form).isfinite().all(), form
+            continue
+        with pytest.raises(OverflowError, match="overflow"):
+            sr.attention(q, k, v, spec, form=form)
+
+
+@pytest.mark.parametrize("form", ["auto", *sr.forms("taylor:4")])
+def test_the_error_gives_the_sizes(form: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 150, 8).unbind(0)
+    message = r"power 4 overflow torch.float32: queries are up to .*e\+05 long and keys .*e\+05"
+    with pytest.raises(OverflowError, match=message):
+        sr.attention(q * 1e5, k * 1e5, v, "taylor:4", form=form)
+
+
+@pytest.mark.parametrize("form", sr.forms("quadratic"))
+def test_an_output_beyond_float16_is_an_error(form: str) -> None:
+    q = torch.full((1, 1, 300, 4), 20.0, dtype=torch.float16)
+    with pytest.raises(OverflowError, match=r"The largest output, .*, overflows torch.float16"):
+        sr.attention(q, q, q, "quadratic", form=form)
+    assert sr.attention(q.bfloat16(), q.bfloat16(), q.bfloat16(), "quadratic").isfinite().all()
+
+
+@pytest.mark.parametrize("form", sr.forms("taylor:2"))
+def test_inputs_that_are_not_finite_go_through(form: str) -> None:
+    """As in softmax: a training step sees a loss that is not finite, and may be skipped."""
+    q, k, v = torch.randn(3, 1, 2, 20, 4).unbind(0)
+    q[0, 0, 3] = torch.nan
+    out = sr.attention(q, k, v, "taylor:2", form=form)
+    assert out[0, 0, 3].isnan().all()
+    assert out[0, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("form", sr.forms("taylor:4"))
+def test_hidden_keys_do_not_hide_an_overflow(form: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 20, 4).unbind(0)
+    k[:, :, :2] = torch.nan
+    with pytest.raises(OverflowError, match="overflow"):
+        sr.attention(q * 1e5, k * 1e5, v, "taylor:4", mask=torch.arange(20) >= 2, form=form)
