@@ -242,17 +242,6 @@ def test_a_row_that_sees_no_key(device: str) -> None:
         assert all(not y.any() for y in rows if y is not None)
 
 
-def test_layouts(device: str) -> None:
-    """Heads next to each other in memory, as a projection leaves them, and broadcast keys."""
-    case = make_case(BOUNDED, shape=SMALL)
-    apart = {
-        name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in case.tensors.items()
-    }
-    apart["v"] = apart["v"][..., :1].expand_as(apart["v"])
-    upstream = case.upstream[:, :1].expand_as(case.upstream)
-    check(dataclasses.replace(case, tensors=apart, upstream=upstream), device)
-
-
 def test_tiles_in_the_future_are_not_visited(device: str) -> None:
     half = 128 if device == "cuda" else 32
     q, k, v = (torch.randn(1, 1, 2 * half, 16, device=device) for _ in range(3))

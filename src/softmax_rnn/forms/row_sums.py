@@ -97,7 +97,7 @@ def visible_count(
 
 
 def visible_keys(mask: Tensor, kv_heads: int) -> Tensor:
-    """Which keys any query sees, of a mask with four dimensions; broadcastable to [B, Hkv, S, 1]."""
+    """The keys that any query sees, of a four-dimensional mask; broadcastable to [B, Hkv, S, 1]."""
     shown = mask.any(-2)
     if shown.shape[1] > 1:
         shown = shown.unflatten(1, (kv_heads, -1)).any(2)
