@@ -140,13 +140,15 @@ def test_sizes_are_the_papers(size: str, millions: float) -> None:
     assert model.num_parameters() / 1e6 == pytest.approx(millions, rel=0.04)
 
 
-def test_gradient_checkpointing_changes_no_gradient() -> None:
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
+@pytest.mark.parametrize("name", sr.variants())
+def test_gradient_checkpointing_changes_no_gradient(name: str, reentrant: bool) -> None:
     ids = torch.randint(0, 61, (2, 17))
     grads = []
     for checkpointing in (False, True):
-        model = build("gate").train()
+        model = build(name).train()
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         grads.append([parameter.grad for parameter in model.parameters()])
     for a, b in zip(*grads, strict=True):

@@ -94,6 +94,30 @@ def test_steps_that_are_not_finite_may_be_skipped(
     assert cut.events == folder.events
 
 
+def test_a_step_that_overflows_is_one_that_is_not_finite(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A form raises where sums are beyond their type; the run says so, or skips the step."""
+    original = Trainer.training_step
+
+    def step(self: Any, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        query = model.model.layers[0].self_attn.q_proj.weight
+        kept = query.detach().clone()
+        if self.state.global_step == 4:
+            query.data.fill_(1e30)
+        try:
+            return original(self, model, *args, **kwargs)
+        finally:
+            query.data.copy_(kept)
+
+    monkeypatch.setattr(Trainer, "training_step", step)
+    config = tiny(texts, attention="taylor:4")
+    with pytest.raises(NonFiniteError, match="step 5 is nan: The sums of power 4 overflow"):
+        train(config, tmp_path / "run")
+    folder = train(tiny(texts, attention="taylor:4", skip_non_finite=1), tmp_path / "skips")
+    assert [row["step"] for row in folder.events] == [5]
+
+
 def test_documents_are_counted_once_though_steps_are_skipped(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,7 +81,13 @@ def test_accumulation_changes_only_rounding(texts: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "options", [{"gradient_checkpointing": True}, {"precision": "bf16"}, {"num_kv_heads": 1}]
+    "options",
+    [
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "attention": "norm"},
+        {"precision": "bf16"},
+        {"num_kv_heads": 1},
+    ],
 )
 def test_options_train(texts: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     folder = train(tiny(texts, **options), tmp_path / "run")

@@ -68,6 +68,7 @@ class SpecTrainer(ShardingTrainer):
         self._saving_to: Path | None = None
         self._saved_at = self._stopped_by = 0
         self._step_loss: Tensor | float = 0.0  # of the micro-batches of this step
+        self._overflow = ""  # what a form said of it
         self._loss_sum: Tensor | float = 0.0  # of the steps since the last row that had an update
         self._loss_steps = self._skipped_in_a_row = 0
         self.test_losses: NDArray[np.float64] | None = None
@@ -150,8 +151,14 @@ class SpecTrainer(ShardingTrainer):
         return total
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward and backward."""
-        loss: Tensor = super().training_step(*args, **kwargs)
+        """Forward and backward; a step that overflows has the loss NaN."""
+        try:
+            loss: Tensor = super().training_step(*args, **kwargs)
+        except OverflowError as error:
+            if self.args.world_size > 1:  # the others wait for its gradients
+                raise
+            self._overflow = f": {error}"
+            loss = torch.tensor(math.nan, device=self.args.device)
         self._step_loss = self._step_loss + loss
         return loss
 
@@ -159,21 +166,22 @@ class SpecTrainer(ShardingTrainer):
         """The norm before the update; without one if it, or the loss, is not finite."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         loss, self._step_loss = self._step_loss, 0.0
+        overflow, self._overflow = self._overflow, ""
         finite = math.isfinite(norm) and math.isfinite(loss)
         if not all(self.of_all(int(finite))):
-            self._skip(model, {"loss": float(loss), "gradient norm": norm})
+            self._skip(model, {"loss": float(loss), "gradient norm": norm}, overflow)
         else:
             self._loss_sum = self._loss_sum + loss
             self._loss_steps += 1
             self._skipped_in_a_row = 0
         return norm
 
-    def _skip(self, model: nn.Module, values: dict[str, float]) -> None:
+    def _skip(self, model: nn.Module, values: dict[str, float], overflow: str) -> None:
         """Make no update in this step, or stop the run."""
         bad = ((name, value) for name, value in values.items() if not math.isfinite(value))
         what, value = next(bad, ("loss", math.nan))  # else of another process
         step = self.state.global_step + 1
-        told = f"The {what} of step {step} is {value}"
+        told = f"The {what} of step {step} is {value}{overflow}"
         if self._skipped_in_a_row >= self.config.skip_non_finite:
             raise NonFiniteError(
                 f"{told}; the run stopped before the update, with {self._skipped_in_a_row} steps "
