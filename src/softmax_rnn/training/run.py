@@ -147,6 +147,11 @@ def train(
             stop,
             processing_class=load_tokenizer(config.tokenizer),
         )
+        if config.fsdp and trainer.args.world_size == 1:
+            notice(
+                "fsdp=true shards nothing in a run of one process; to use N of them: torchrun "
+                "--nproc-per-node N -m softmax_rnn train."
+            )
         with ExitStack() as until_done:
             stop.defer()  # from here on processes wait for each other: they stop together
             checkpoint = _start(trainer, resume, until_done)
