@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 
 import softmax_rnn
+import softmax_rnn.data.encoding as encoding
+import softmax_rnn.data.preparation as preparation
 from made_up import made_up
 from softmax_rnn import cli, commands, files
 from softmax_rnn.cli import main
+from softmax_rnn.data import prepare
+from softmax_rnn.data.shards import Journal
 from softmax_rnn.errors import EXIT_CODES
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.stopping import RunStopped, StopRequest
@@ -87,6 +91,42 @@ def test_prepare_is_stopped(
     monkeypatch.setattr(commands, "load_corpus", lambda *_, **__: signal.raise_signal(15))
     assert main(["prepare", str(texts)]) == 75
     assert capsys.readouterr().err == "Stopped by SIGTERM; the same command goes on\n"
+
+
+@pytest.mark.parametrize("command", ["prepare", "train"])
+def test_prepare_stopped_before_its_first_shard_is_prepared_anew(
+    command: str,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = {
+        "prepare": ["prepare", str(texts)],
+        "train": ["train", "--corpus", str(texts), "--out", str(tmp_path / "run")],
+    }[command]
+    monkeypatch.setattr(preparation, "encode_all", lambda *_: signal.raise_signal(15))
+    assert main(words) == 75
+    told = "nothing was kept of the corpus: the same command prepares it anew\n"
+    assert capsys.readouterr().err.endswith(f"Stopped by SIGTERM; {told}")
+
+
+def test_prepare_stopped_after_a_shard_goes_on(
+    texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(prepare.__kwdefaults__, "shard_tokens", 500)
+    monkeypatch.setattr(preparation, "_SMALL", 1000)
+    monkeypatch.setattr(encoding, "_CHARACTERS", 1000)
+    before = Journal.commit
+
+    def commit(self: Journal, **record: object) -> None:
+        before(self, **record)
+        signal.raise_signal(15)
+
+    monkeypatch.setattr(Journal, "commit", commit)
+    assert main(["prepare", str(texts)]) == 75
+    told = "Stopped by SIGTERM; the same command goes on\n"
+    assert capsys.readouterr().err.endswith(told)
 
 
 def test_reproduce_dry_run_and_claims(

@@ -90,9 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _told(ExitCode.FAILED, f"error: {error}")
     except RunStopped as stopped:
-        return _told(ExitCode.STOPPED, f"{stopped}; {_again(words)}")
-    except KeyboardInterrupt:
-        return _told(ExitCode.INTERRUPTED, f"stopped; {_again(words)}")
+        return _told(ExitCode.STOPPED, f"{stopped}; {_again(words, stopped)}")
+    except KeyboardInterrupt as stopped:
+        return _told(ExitCode.INTERRUPTED, f"stopped; {_again(words, stopped)}")
 
 
 def _told(code: ExitCode, message: str) -> int:
@@ -100,7 +100,9 @@ def _told(code: ExitCode, message: str) -> int:
     return code
 
 
-def _again(words: Sequence[str]) -> str:
+def _again(words: Sequence[str], stopped: BaseException) -> str:
+    if notes := getattr(stopped, "__notes__", None):  # of a corpus that was being prepared
+        return f"{'; '.join(notes)}: the same command prepares it anew"
     resume = " with --resume" if words[0] == "train" and "--resume" not in words else ""
     return f"the same command{resume} goes on"
 
