@@ -54,6 +54,39 @@ def test_generation_takes_states_unless_they_outweigh_the_model() -> None:
     assert cache_of("taylor:2", cache_implementation="dynamic") is DynamicCache
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("softmax", {"assistant_model": "taylor:2"}),
+        ("taylor:2", {"assistant_model": "softmax"}),
+        ("taylor:2", {"assistant_model": "taylor:2"}),
+        ("norm", {"assistant_model": "linear_elu"}),
+        ("taylor:2", {"prompt_lookup_num_tokens": 3}),
+        ("taylor:2", {"assistant_early_exit": 1}),
+    ],
+)
+def test_assisted_decoding_is_greedy(name: str, options: dict, batch: dict) -> None:
+    """Proposed tokens are taken back, of which a sum is not capable."""
+    model, ids = build(name), batch["input_ids"][:1]
+    greedy = {**GREEDY, "eos_token_id": 60}  # transformers 5.6 looks for one among the proposed
+    expected = model.generate(ids, **greedy)
+    draft = options.get("assistant_model")
+    if draft is not None:
+        options = {"assistant_model": build(draft, num_hidden_layers=1)}
+    assert torch.equal(model.generate(ids, **greedy, **options), expected)
+
+
+def test_assisted_decoding_refuses_a_recurrent_cache() -> None:
+    model = build("taylor:2")
+    with pytest.raises(ValueError, match="Assisted decoding needs a key/value cache: leave"):
+        model.generate(
+            torch.tensor([[1, 2, 3, 1, 2, 3]]),
+            **{**GREEDY, "eos_token_id": 60},
+            prompt_lookup_num_tokens=3,
+            past_key_values=sr.RecurrentCache(),
+        )
+
+
 def test_the_size_does_not_grow_with_the_text() -> None:
     model = build("taylor:2")
     sizes = []

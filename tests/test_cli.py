@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 
 import softmax_rnn
+import softmax_rnn.data.encoding as encoding
+import softmax_rnn.data.preparation as preparation
 from made_up import made_up
 from softmax_rnn import cli, commands, files
 from softmax_rnn.cli import main
+from softmax_rnn.data import prepare
+from softmax_rnn.data.shards import Journal
 from softmax_rnn.errors import EXIT_CODES
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.stopping import RunStopped, StopRequest
@@ -89,6 +93,42 @@ def test_prepare_is_stopped(
     assert capsys.readouterr().err == "Stopped by SIGTERM; the same command goes on\n"
 
 
+@pytest.mark.parametrize("command", ["prepare", "train"])
+def test_prepare_stopped_before_its_first_shard_is_prepared_anew(
+    command: str,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = {
+        "prepare": ["prepare", str(texts)],
+        "train": ["train", "--corpus", str(texts), "--out", str(tmp_path / "run")],
+    }[command]
+    monkeypatch.setattr(preparation, "encode_all", lambda *_: signal.raise_signal(15))
+    assert main(words) == 75
+    told = "nothing was kept of the corpus: the same command prepares it anew\n"
+    assert capsys.readouterr().err.endswith(f"Stopped by SIGTERM; {told}")
+
+
+def test_prepare_stopped_after_a_shard_goes_on(
+    texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(prepare.__kwdefaults__, "shard_tokens", 500)
+    monkeypatch.setattr(preparation, "_SMALL", 1000)
+    monkeypatch.setattr(encoding, "_CHARACTERS", 1000)
+    before = Journal.commit
+
+    def commit(self: Journal, **record: object) -> None:
+        before(self, **record)
+        signal.raise_signal(15)
+
+    monkeypatch.setattr(Journal, "commit", commit)
+    assert main(["prepare", str(texts)]) == 75
+    told = "Stopped by SIGTERM; the same command goes on\n"
+    assert capsys.readouterr().err.endswith(told)
+
+
 def test_reproduce_dry_run_and_claims(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,7 +167,12 @@ def test_variants(capsys: pytest.CaptureFixture[str]) -> None:
         (["compare", "softmax", "--parallel", "0"], "parallel must be at least 1, not 0"),
         (["train", "--corpus", ""], "No file matches the corpus ''"),
         (["compare", "--preset", "dmo"], "Unknown preset 'dmo'. Did you mean 'demo'?"),
-        (["compare", "--stepz", "3"], "Did you mean 'steps'?"),
+        (["compare", "--stepz", "3"], "--stepz. Did you mean '--steps'?"),
+        (["train", "--stpes", "20"], "--stpes 20. Did you mean '--steps'?"),
+        (["train", "-steps", "20"], "-steps 20. Did you mean '--steps'?"),
+        (["train", "-steps=20"], "-steps=20. Did you mean '--steps'?"),
+        (["compare", "norm", "-block-size", "20"], "Did you mean '--block_size'?"),
+        (["prepare", "stdlib", "-end-of-txt", "a"], "Did you mean '--end_of_text'?"),
         (["train", "--steps", "many"], "Got value: many"),
         (["train", "--num-heads", "3"], "num_heads=3 must divide"),
         (["train", "--corpus", "no/such/*.txt"], "No file matches the corpus 'no/such/*.txt'"),

@@ -127,7 +127,10 @@ class RecurrentLayer(CacheLayerMixin):
 
     def crop(self, *_: Any) -> NoReturn:
         """Refuse: a sum cannot be undone."""
-        raise ValueError("A recurrent cache cannot be cropped: its state is a sum over all tokens.")
+        raise ValueError(
+            "A recurrent cache cannot be cropped: its state is a sum over all tokens. Assisted "
+            "decoding needs a key/value cache: leave past_key_values out, or give a DynamicCache."
+        )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Pick rows of the batch, as beam search does."""

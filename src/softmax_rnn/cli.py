@@ -32,13 +32,13 @@ class _Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the message, the nearest name to what was mistyped, and exit with 2."""
-        known = self._names()
+        known = {name.lstrip("-"): name for name in self._names()}
         for word in re.findall(r"[\w-]+", message):
-            if word in known:
+            if word in known or word in known.values():
                 continue
-            near = difflib.get_close_matches(word.lstrip("-"), known, n=1, cutoff=0.75)
-            if near and word.lstrip("-") not in known:
-                message += f" Did you mean {near[0]!r}?"
+            if near := difflib.get_close_matches(word.lstrip("-"), known, n=1, cutoff=0.75):
+                meant = known[near[0]] if word.startswith("-") else near[0]
+                message = f"{message.rstrip('.')}. Did you mean {meant!r}?"
                 break
         print(f"error: {message}\nHelp: {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)
@@ -47,7 +47,7 @@ class _Parser(ArgumentParser):
         """The options and subcommands, those of the subcommands included."""
         names: list[str] = []
         for action in self._actions:
-            names += [name.lstrip("-") for name in action.option_strings]
+            names += action.option_strings
             if isinstance(action.choices, dict):
                 for name, parser in action.choices.items():
                     names += [name, *parser._names()]
@@ -90,9 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _told(ExitCode.FAILED, f"error: {error}")
     except RunStopped as stopped:
-        return _told(ExitCode.STOPPED, f"{stopped}; {_again(words)}")
-    except KeyboardInterrupt:
-        return _told(ExitCode.INTERRUPTED, f"stopped; {_again(words)}")
+        return _told(ExitCode.STOPPED, f"{stopped}; {_again(words, stopped)}")
+    except KeyboardInterrupt as stopped:
+        return _told(ExitCode.INTERRUPTED, f"stopped; {_again(words, stopped)}")
 
 
 def _told(code: ExitCode, message: str) -> int:
@@ -100,7 +100,9 @@ def _told(code: ExitCode, message: str) -> int:
     return code
 
 
-def _again(words: Sequence[str]) -> str:
+def _again(words: Sequence[str], stopped: BaseException) -> str:
+    if notes := getattr(stopped, "__notes__", None):  # of a corpus that was being prepared
+        return f"{'; '.join(notes)}: the same command prepares it anew"
     resume = " with --resume" if words[0] == "train" and "--resume" not in words else ""
     return f"the same command{resume} goes on"
 

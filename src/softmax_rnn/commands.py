@@ -144,6 +144,7 @@ def _prepare_options(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
 # The settings of a run that its prepared corpus depends on.
 _CORPUS_FIELDS: dict[str, Any] = {
     "tokenizer": str,
+    "end_of_text": str | None,
     "text_column": str,
     "test_fraction": float,
     "split_seed": int,

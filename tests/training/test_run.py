@@ -94,6 +94,16 @@ def test_options_train(texts: Path, tmp_path: Path, options: dict[str, Any]) -> 
     assert folder.metrics.loss.iloc[-1] < folder.metrics.loss.iloc[0]
 
 
+def test_sharding_over_one_process_is_told(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny(texts, steps=2), tmp_path / "plain")
+    assert "fsdp" not in capsys.readouterr().err
+    train(tiny(texts, steps=2, fsdp=True), tmp_path / "run")
+    told = "fsdp=true shards nothing in a run of one process; to use N of them: torchrun"
+    assert told in capsys.readouterr().err
+
+
 def test_a_finished_run_is_not_run_again(texts: Path, tmp_path: Path) -> None:
     config = tiny(texts, steps=4, save_every=4)
     folder = train(config, tmp_path / "run")

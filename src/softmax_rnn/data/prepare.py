@@ -159,18 +159,19 @@ def _filled(folder: Path) -> Iterator[Path]:
     try:
         yield parts
         parts.replace(folder)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
+    except BaseException as error:
+        kept = folder.exists() or _begun(parts)
+        if not kept:
+            shutil.rmtree(parts, ignore_errors=True)  # nothing to go on from
+            error.add_note("nothing was kept of the corpus")
+        if not isinstance(error, OSError) or error.errno != errno.ENOSPC:
             raise
         goes_on = "Finished shards are kept: make room, and the same command goes on"
         raise OSError(
             error.errno,
             f"No space left on the disk of {parts}. "
-            + (goes_on if _begun(parts) else "Make room: no shard was finished"),
+            + (goes_on if kept else "Make room: no shard was finished"),
         ) from error
-    finally:
-        if parts.exists() and not _begun(parts):
-            shutil.rmtree(parts, ignore_errors=True)  # nothing to go on from
 
 
 def _begun(parts: Path) -> bool:

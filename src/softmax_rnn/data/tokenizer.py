@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -23,18 +25,44 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def load_tokenizer(name: str, *, local: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name: str, *, end_of_text: str | None = None, local: bool = False
+) -> PreTrainedTokenizerBase:
     """``bytes``, or a fast Hugging Face tokenizer by its name on the Hub or its local path.
 
     Args:
         name: of the tokenizer.
+        end_of_text: the token of its vocabulary that ends documents; its own unless given.
         local: whether to look on this machine alone.
 
     Raises:
-        ValueError: if it cannot be loaded, is not a fast tokenizer or has no end-of-text token.
+        ValueError: if it cannot be loaded, is not a fast tokenizer or has no end-of-text token, or
+            not the one named.
     """
-    if name == "bytes":
-        return byte_tokenizer()
+    tokenizer = byte_tokenizer() if name == "bytes" else _pretrained(name, local)
+    if end_of_text is not None:
+        vocabulary = tokenizer.get_vocab()
+        if end_of_text not in vocabulary:
+            near = difflib.get_close_matches(end_of_text, vocabulary, n=1, cutoff=0.5)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"The tokenizer {name!r} has no token {end_of_text!r} to end documents with.{hint} "
+                f"Its special tokens: {_special(tokenizer)}."
+            )
+        tokenizer.add_special_tokens({"eos_token": end_of_text})
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"The tokenizer {name!r} has no end-of-text token to end documents with: name one of "
+            f"its tokens with --end_of_text. Its special tokens: {_special(tokenizer)}."
+        )
+    return tokenizer
+
+
+def _special(tokenizer: PreTrainedTokenizerFast) -> str:
+    return ", ".join(list(tokenizer.get_added_vocab())[:20]) or "none"
+
+
+def _pretrained(name: str, local: bool) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=False, local_files_only=local
@@ -46,6 +74,4 @@ def load_tokenizer(name: str, *, local: bool = False) -> PreTrainedTokenizerBase
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"The tokenizer {name!r} has no fast version (tokenizer.json).")
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"The tokenizer {name!r} has no end-of-text token to end documents with.")
     return tokenizer

@@ -5,17 +5,32 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from transformers import LlamaForCausalLM
+import torch
+from transformers import PreTrainedModel
 
 from softmax_rnn.models.configuration import SoftmaxRNNConfig
 from softmax_rnn.models.modeling import SoftmaxRNNForCausalLM
+from softmax_rnn.rules import Rule, shown
+from softmax_rnn.variants import resolve
+
+_SOFTMAX = resolve("softmax").to_dict()
+_SOURCES = ("llama", "mistral", SoftmaxRNNConfig.model_type)
+# What a source's configuration must say; the fields that ours shares with Llama are copied.
+_RULES = {
+    "model_type": Rule(f"one of {', '.join(_SOURCES)}", lambda x: x in _SOURCES),
+    "attention": Rule("softmax", lambda x: x is None or x == _SOFTMAX),  # of our own models
+    "sliding_window": Rule("None (attention to all tokens)", lambda x: x is None),
+    "layer_types": Rule("None (all layers alike)", lambda x: x is None),
+    "quantization_config": Rule("None (weights in floating point)", lambda x: x is None),
+}
 
 
-def from_llama(llama: LlamaForCausalLM, attention: Any = "softmax") -> SoftmaxRNNForCausalLM:
+def from_llama(llama: PreTrainedModel, attention: Any = "softmax") -> SoftmaxRNNForCausalLM:
     """A model with a Llama's weights and another attention.
 
     Args:
-        llama: the source; its parameters are copied.
+        llama: the source: a ``LlamaForCausalLM``, or a model that computes the same (a Mistral
+            without a sliding window, one of ours with softmax). Its parameters are copied.
         attention: a variant's name, a spec or its dict. With ``softmax`` the logits are those of
             the source; a variant's own gates and norms start fresh.
 
@@ -23,15 +38,34 @@ def from_llama(llama: LlamaForCausalLM, attention: Any = "softmax") -> SoftmaxRN
         The model, on the source's device, in its dtype and mode.
 
     Raises:
-        ValueError: for a source with attention dropout, which this attention has not.
+        ValueError: for a source that computes something else, naming the field of its
+            configuration, or the weights, that say so.
     """
     fields = llama.config.to_dict()
-    for key in ("model_type", "architectures", "transformers_version"):
+    for key, rule in _RULES.items():
+        if not rule.fits(value := fields.pop(key, None)):
+            raise ValueError(
+                f"from_llama: {key} of the source must be {rule.words}, not {shown(value)}."
+            )
+    for key in ("architectures", "transformers_version"):
         fields.pop(key, None)
+    weights = llama.state_dict()
+    with torch.device("meta"):
+        plain = SoftmaxRNNForCausalLM(SoftmaxRNNConfig(**fields)).state_dict()
+    expected, found = (
+        {(name, *weight.shape) for name, weight in each.items()} for each in (plain, weights)
+    )
+    if expected != found:
+        names = sorted({name for name, *_ in expected ^ found})
+        raise ValueError(
+            f"from_llama: the weights of this {type(llama).__name__} must be those of a "
+            f"LlamaForCausalLM of its configuration; other are {', '.join(names[:5])}"
+            f"{' and more' if len(names) > 5 else ''}."
+        )
     model = SoftmaxRNNForCausalLM(SoftmaxRNNConfig(attention=attention, **fields))
-    extra = set(model.state_dict()) - set(llama.state_dict())
-    result = model.load_state_dict(llama.state_dict(), strict=False)
-    assert set(result.missing_keys) == extra
-    assert not result.unexpected_keys
+    model.load_state_dict(weights, strict=False)  # a variant's own are not among them
     model.generation_config = copy.deepcopy(llama.generation_config)
-    return model.to(llama.device, llama.dtype).train(llama.training)
+    model = model.to(llama.device, llama.dtype).train(llama.training)
+    # Frequencies are no weights, and stay in float32 where a model was loaded in another dtype.
+    model.model.rotary_emb = copy.deepcopy(llama.model.rotary_emb)
+    return model

@@ -80,7 +80,10 @@ class SoftmaxRNNForCausalLM(SoftmaxRNNPreTrainedModel, LlamaForCausalLM):
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, *args, **kwargs
         )
-        rewinds = generation_mode == GenerationMode.ASSISTED_GENERATION
+        # Tokens that were only proposed are cropped away again, in the draft model's cache as well.
+        rewinds = (
+            generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+        )
         chosen = generation_config.cache_implementation is not None or given is not None
         if not chosen and not rewinds and model_kwargs.get("past_key_values") is not None:
             model_kwargs["past_key_values"] = self.new_cache()

@@ -85,6 +85,7 @@ class RunConfig:
             ``hf:owner/name[@config]`` of the Hugging Face Hub, or a prepared corpus's folder.
         text_column: key or column of the text in JSON lines, Parquet and datasets.
         tokenizer: ``bytes``, or a Hugging Face tokenizer's name or path.
+        end_of_text: the token that ends every document; the tokenizer's own unless given.
         block_size: tokens a block.
         test_fraction: share of the documents held out.
         split_seed: draws the documents held out.
@@ -133,6 +134,7 @@ class RunConfig:
     corpus: str = "stdlib"
     text_column: str = "text"
     tokenizer: str = "bytes"
+    end_of_text: str | None = None
     block_size: int = 256
     test_fraction: float = 0.02
     split_seed: int = 123

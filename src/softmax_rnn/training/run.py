@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
+from transformers import default_data_collator
 from transformers.utils import logging as transformers_logging
 
 from softmax_rnn.data import (
@@ -38,7 +39,7 @@ def load_corpus(config: RunConfig, *, workers: int | None = None) -> PreparedCor
     with progress_bar(f"Tokenising {config.corpus}") as progress:
         return prepare(
             config.corpus,
-            load_tokenizer(config.tokenizer),
+            load_tokenizer(config.tokenizer, end_of_text=config.end_of_text),
             text_column=config.text_column,
             test_fraction=config.test_fraction,
             split_seed=config.split_seed,
@@ -145,8 +146,14 @@ def train(
             train_blocks,
             test_blocks,
             stop,
-            processing_class=load_tokenizer(config.tokenizer),
+            data_collator=default_data_collator,  # that of a tokenizer would pad
+            processing_class=load_tokenizer(config.tokenizer, end_of_text=config.end_of_text),
         )
+        if config.fsdp and trainer.args.world_size == 1:
+            notice(
+                "fsdp=true shards nothing in a run of one process; to use N of them: torchrun "
+                "--nproc-per-node N -m softmax_rnn train."
+            )
         with ExitStack() as until_done:
             stop.defer()  # from here on processes wait for each other: they stop together
             checkpoint = _start(trainer, resume, until_done)
