@@ -14,6 +14,8 @@ from made_up import made_up
 from softmax_rnn.report.html import Place, page
 from softmax_rnn.report.table import results
 
+_PATIENCE = 120_000  # milliseconds; a machine may be slow and busy
+expect.set_options(timeout=_PATIENCE)
 EVIL = "</script><script>alert(1)</script><img src=https://example.org/x onerror=alert(2)>"
 NAMES = (EVIL, "a &lt; %{y} <b>b</b>")  # of variants, were they not checked before
 VARIANTS = {"softmax": 1.5, "norm": 1.503, "taylor:4": 1.9}
@@ -60,7 +62,9 @@ def chromium() -> Iterator[Browser]:
     if found is None:
         pytest.skip(f"the page's tests need a browser; none of {', '.join(names)} is on PATH")
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        # Playwright gives it a new profile and turns its own traffic and first-run pages off.
+        options = ["--no-sandbox", "--disable-gpu", "--disable-sync"]
+        browser = driver.chromium.launch(executable_path=found, args=options, timeout=_PATIENCE)
         yield browser
         browser.close()
 
@@ -88,6 +92,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(chromium: Browser, written: Path) -> Iterator[Page]:
     """The page, loaded without a network; at the end it must have gone without a complaint."""
     context = chromium.new_context(offline=True, viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(_PATIENCE)
     shown = context.new_page()
     complaints: list[str] = []
     requests: list[str] = []
@@ -96,30 +101,33 @@ def opened(chromium: Browser, written: Path) -> Iterator[Page]:
     shown.on("dialog", lambda dialog: complaints.append(dialog.message))
     shown.on("request", lambda request: requests.append(request.url))
     shown.goto(written.as_uri())
-    shown.wait_for_selector(".scatterlayer")
+    expect(shown.locator(".scatterlayer")).to_have_count(shown.locator(".plot").count())
     yield shown
     context.close()
     assert complaints == []
     assert requests == [written.as_uri()]
 
 
-def lines(shown: Page, split: str, place: int = 0) -> int:
-    """The curves in a plot; a band is a trace without a line."""
+def expect_lines(shown: Page, count: int, split: str, place: int = 0) -> None:
+    """So many curves in a plot; a band is a trace without a line."""
     plot = shown.locator(".place").nth(place).locator(f".plot[data-split={split}]")
-    return plot.locator(".scatterlayer .trace path.js-line").count()
+    expect(plot.locator(".scatterlayer .trace path.js-line")).to_have_count(count)
 
 
 def ticks(shown: Page) -> list[str]:
     return shown.locator(".plot[data-split=test]").first.locator(".ytick").all_inner_texts()
 
 
-def axis(shown: Page) -> str:
-    return shown.evaluate("document.querySelector('.plot')._fullLayout.yaxis.type")
+def expect_axis(shown: Page, kind: str) -> None:
+    shown.wait_for_function(
+        "kind => document.querySelector('.plot')._fullLayout.yaxis.type === kind", arg=kind
+    )
 
 
 def test_every_curve_is_drawn_and_none_can_be_sent_away(opened: Page) -> None:
     for split in ("test", "train"):
-        assert [lines(opened, split, place) for place in (0, 1)] == [3, 9]
+        for place, count in enumerate((3, 9)):
+            expect_lines(opened, count, split, place)
         plots = opened.locator(f".plot[data-split={split}]")
         bands = [plots.nth(i).locator(".trace path.js-fill").count() for i in (0, 1)]
         assert bands == [3, 0]
@@ -132,26 +140,27 @@ def test_every_curve_is_drawn_and_none_can_be_sent_away(opened: Page) -> None:
 def test_a_variant_goes_and_comes_by_mouse_and_by_keyboard(opened: Page) -> None:
     box = opened.get_by_role("checkbox", name="norm").first
     opened.locator("label", has_text="norm").first.click()
-    assert (lines(opened, "test"), lines(opened, "train"), lines(opened, "test", 1)) == (2, 2, 9)
+    for count, split, place in ((2, "test", 0), (2, "train", 0), (9, "test", 1)):
+        expect_lines(opened, count, split, place)
     expect(box).not_to_be_checked()
     box.focus()
     opened.keyboard.press("Space")
-    assert lines(opened, "test") == 3
+    expect_lines(opened, 3, "test")
     opened.keyboard.press("Space")
-    assert lines(opened, "test") == 2
+    expect_lines(opened, 2, "test")
     for name, left in (("Hide all", 0), ("Show all", 3)):
         opened.get_by_role("button", name=name).first.focus()
         opened.keyboard.press("Enter")
-        assert lines(opened, "test") == left
+        expect_lines(opened, left, "test")
 
 
 def test_the_loss_axis_switches(opened: Page) -> None:
-    assert axis(opened) == "log"
+    expect_axis(opened, "log")
     before = ticks(opened)
     opened.get_by_label("linear").first.check()
-    assert axis(opened) == "linear"
+    expect_axis(opened, "linear")
     opened.get_by_label("linear").first.press("ArrowLeft")
-    assert axis(opened) == "log"
+    expect_axis(opened, "log")
     assert ticks(opened) == before
 
 
@@ -165,6 +174,7 @@ def test_smoothing_changes_the_train_curves_alone(opened: Page) -> None:
     assert choice.locator("option").all_inner_texts() == ["10 steps", "20 steps"]
     choice.focus()
     opened.keyboard.press("ArrowDown")
+    opened.wait_for_function("document.querySelectorAll('.plot')[1].data[1].x.length === 10")
     assert path("train") != before["train"]
     assert path("test") == before["test"]
     means = opened.evaluate("document.querySelectorAll('.plot')[1].data[1].y")
