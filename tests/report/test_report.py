@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from made_up import made_up
 from softmax_rnn.experiments.figures import FIGURES
@@ -19,7 +21,7 @@ from softmax_rnn.report import find_runs, report
 from softmax_rnn.report.curves import curves
 from softmax_rnn.report.html import Place, page
 from softmax_rnn.report.style import style
-from softmax_rnn.report.table import cells, results
+from softmax_rnn.report.table import cells, results, rich_table
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.variants import variant, variants
 
@@ -43,6 +45,30 @@ def test_table(runs: list[RunFolder]) -> None:
     assert text[1][0] == "softmax"
     assert text[1][5] == "-"
     assert re.fullmatch(r"\+0\.\d{4} \[\+0\.\d{4}, \+0\.\d{4}\]", text[3][5])
+
+
+def test_an_interval_of_one_seed_says_that_it_covers_test_blocks_only(tmp_path: Path) -> None:
+    """Also where a variant has more seeds, of which softmax shares one."""
+    seeds = {"softmax": (0, 1), "norm": (0, 1), "gate": (1, 2)}
+    runs = [made_up(tmp_path, name, seed, 1.5) for name in seeds for seed in seeds[name]]
+    table, paths = report(runs, tmp_path)
+    covered = dict(zip(table.variant, table.interval_over, strict=True))
+    assert covered == {
+        "softmax": "",
+        "norm": "seeds and test blocks",
+        "gate": "test blocks only",
+    }
+    assert "test blocks only" in paths[0].read_text()
+    differences = {row[0]: row[5] for row in cells(table)}
+    assert re.fullmatch(r".0\.\d{4} \[.0\.\d{4}, .0\.\d{4}\]", differences["norm"])
+    assert differences["gate"].endswith("] (test blocks only)")
+    page = (tmp_path / "report.html").read_text()
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(rich_table(table))
+    for shown in (page, console.export_text()):
+        assert differences["gate"] in shown
+        assert "is of one seed and does not cover seeds" in shown
+    assert rich_table(results(runs[:4])).caption is None
 
 
 def test_orders_stand_by_number(tmp_path: Path) -> None:
@@ -215,7 +241,7 @@ def test_no_words_become_elements(tmp_path: Path) -> None:
         environment = json.loads(run.environment_file.read_text())
         run.environment_file.write_text(json.dumps({**environment, word: {word: [word]}}))
         claim = dict.fromkeys(("claim", "text", "verdict", "check", "where", "outcome"), word)
-        row = {**claim, "seeds": 1, "difference": 0.1, "low": None, "high": None, "spikes": None}
+        row = {**claim, "seeds": 1, "reason": word, "found": word}
         places = [Place(word, [run], results([run]))] * 2
         found.append(Elements(page(places, root, word, [row])).found)
     assert found[0] == found[1]
