@@ -69,15 +69,17 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of two places: two seeds of a few variants, and one of many, two of them hostile."""
+    """Three seeds of a few variants, one of many, two of them hostile, and two seeds of one."""
     root = tmp_path_factory.mktemp("page") / "a b#c"
-    two = [
+    three = [
         made_up(root / "base-web", name, seed, loss + 0.01 * seed, corpus=EVIL)
         for name, loss in VARIANTS.items()
-        for seed in (0, 1)
+        for seed in (0, 1, 2)
     ]
     one = [made_up(root / "long-web", name, 0, loss) for name, loss in MANY.items()]
-    places = [Place(EVIL, two, results(two)), Place("long", one, results(one))]
+    two = [made_up(root / "large-web", "norm", seed, 1.5 + 0.01 * seed) for seed in (0, 1)]
+    titles = {EVIL: three, "long": one, "large": two}
+    places = [Place(title, runs, results(runs)) for title, runs in titles.items()]
     for run, name in zip(one[-2:], NAMES, strict=True):
         run.__dict__["config"] = Fake(run.config, name)
     path = root / "figure" / "report.html"
@@ -124,11 +126,14 @@ def expect_axis(shown: Page, kind: str) -> None:
 
 def test_every_curve_is_drawn_and_none_can_be_sent_away(opened: Page) -> None:
     for split in ("test", "train"):
-        for place, count in enumerate((3, 9)):
+        for place, count in enumerate((3, 9, 3)):  # of two seeds their mean, and each
             expect_lines(opened, count, split, place)
         plots = opened.locator(f".plot[data-split={split}]")
-        bands = [plots.nth(i).locator(".trace path.js-fill").count() for i in (0, 1)]
-        assert bands == [3, 0]
+        bands = [plots.nth(i).locator(".trace path.js-fill").count() for i in range(3)]
+        assert bands == [3, 0, 0]
+    captions = opened.locator("figcaption").all_inner_texts()
+    for caption, words in zip(captions, ("Bands are 95%", "One seed", "Thin lines"), strict=True):
+        assert words in caption
     buttons = opened.locator(".plot").first.locator("[data-title]")
     titles = buttons.evaluate_all("all => all.map(button => button.dataset.title)")
     assert titles[0].startswith("Download plot")
@@ -176,7 +181,7 @@ def test_smoothing_changes_the_train_curves_alone(opened: Page) -> None:
     assert path("train") != before["train"]
     assert path("test") == before["test"]
     means = opened.evaluate("document.querySelectorAll('.plot')[1].data[1].y")
-    first = [1.505 + 5 / step for step in (10, 20, 30, 40)]
+    first = [1.51 + 5 / step for step in (10, 20, 30, 40)]
     assert means[:2] == pytest.approx([sum(first[:2]) / 2, sum(first[2:]) / 2], abs=1e-5)
 
 
@@ -189,10 +194,15 @@ def test_values_are_shown_to_the_mouse_and_to_the_arrow_keys(opened: Page) -> No
     opened.mouse.move(0, 0)
     plot.focus()
     opened.keyboard.press("ArrowRight")
-    # The mean of two seeds, and the 95% interval of two values that are 0.01 apart.
-    expect(hover).to_contain_text("1.6250 [1.5615, 1.6885]")
+    # The mean of three seeds, and the 95% interval of three values that are 0.01 apart.
+    expect(hover).to_contain_text("1.6300 [1.6052, 1.6548]")
     opened.keyboard.press("ArrowRight")
-    expect(hover).to_contain_text("1.5650 [")
+    expect(hover).to_contain_text("1.5700 [")
+    two = opened.locator(".place").nth(2).locator(".plot").first
+    two.focus()
+    opened.keyboard.press("ArrowRight")
+    expect(two.locator(".hoverlayer .hovertext, .hoverlayer .legend")).to_have_count(1)
+    expect(two.locator(".hoverlayer")).to_contain_text("1.6250")
 
 
 def test_hostile_words_are_words(opened: Page) -> None:
@@ -232,10 +242,10 @@ def test_claims_come_first_and_links_lead_to_the_runs(opened: Page, written: Pat
     assert "\tundecided: one seed\t+0.0030\t" in rows[1]
     assert "Claims that no run here speaks of: 7." in opened.locator("section").first.inner_text()
     links = opened.eval_on_selector_all("details a", "all => all.map(a => a.href)")
-    assert len(links) == 6 + len(MANY)
+    assert len(links) == 9 + len(MANY) + 2
     base = (written.parent.parent / "base-web").as_uri()
     assert links[0] == f"{base}/softmax-0/config.yaml"
-    assert links[4] == f"{base}/taylor%3A4-0/config.yaml"
+    assert links[6] == f"{base}/taylor%3A4-0/config.yaml"
 
 
 def test_a_phone_never_scrolls_sideways(opened: Page) -> None:

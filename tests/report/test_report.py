@@ -19,6 +19,8 @@ from made_up import made_up
 from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.report import find_runs, report
 from softmax_rnn.report.curves import curves
+from softmax_rnn.report.figure import log_limits
+from softmax_rnn.report.grid import Column, draw_orders
 from softmax_rnn.report.html import Place, page
 from softmax_rnn.report.style import style
 from softmax_rnn.report.table import cells, results, rich_table
@@ -156,15 +158,15 @@ def test_seeds_may_have_tokens_of_their_own(tmp_path: Path) -> None:
 
 
 def test_steps_without_update_are_gaps_and_are_counted(tmp_path: Path) -> None:
-    runs = [made_up(tmp_path, name, seed, 1.5) for name in ("softmax", "norm") for seed in (0, 1)]
+    runs = [made_up(tmp_path, name, seed, 1.5) for name in ("softmax", "norm") for seed in range(3)]
     header, *_ = cells(results(runs))
     assert header[-1] == "peak memory"
-    rows = [json.loads(line) for line in runs[3].metrics_file.read_text().splitlines()]
+    rows = [json.loads(line) for line in runs[4].metrics_file.read_text().splitlines()]
     for place, row in enumerate(rows):
-        row["loss"] = None if place in (4, 5, 6, 19) else row["loss"] + 0.02
-    runs[3].metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    summary = {**runs[3].summary, "skipped_steps": 1234}
-    runs[3].summary_file.write_text(json.dumps(summary))
+        row["loss"] = None if place in (4, 5, 6, 19) else row["loss"] + 0.03
+    runs[4].metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = {**runs[4].summary, "skipped_steps": 1234}
+    runs[4].summary_file.write_text(json.dumps(summary))
     table, _ = report(find_runs(tmp_path), tmp_path)
     header, softmax, norm = cells(table)
     assert (header[-1], softmax[-1], norm[-1]) == ("steps skipped", "0", "1,234")
@@ -175,6 +177,30 @@ def test_steps_without_update_are_gaps_and_are_counted(tmp_path: Path) -> None:
     (data,) = re.findall(r'<script type="application/json">(.*?)</script>', page)
     norm_curve = json.loads(data, parse_constant=pytest.fail)["train"][0][1]
     assert [norm_curve[name].count(None) for name in ("mean", "low", "high")] == [4] * 3
+
+
+@pytest.mark.parametrize(
+    ("seeds", "note"),
+    [
+        (1, "One seed a variant."),
+        (2, "Lines are means over seeds. Thin lines are single seeds."),
+        (3, "Lines are means over seeds. Bands are 95% intervals over seeds."),
+    ],
+)
+def test_bands_take_three_seeds_and_no_limits_follow_them(
+    seeds: int, note: str, tmp_path: Path
+) -> None:
+    runs = [made_up(tmp_path, "softmax", seed, 1.5 + 0.1 * seed) for seed in range(seeds)]
+    (line,) = curves(runs, "test")
+    assert line.has_band == (seeds == 3)
+    assert len(line.single) == (2 if seeds == 2 else 0)
+    assert (line.high > line.low).all() == (seeds == 3)
+    assert log_limits([line])[1] < 1.03 * (1.5 + 0.1 * seeds + 0.12)
+    report(runs, tmp_path)
+    draw_orders([Column("softmax", runs)], "orders", tmp_path / "orders")
+    for name, words in {"figure": note, "orders": note.replace("Thin lines", "Dots")}.items():
+        text = " ".join(ElementTree.parse(tmp_path / f"{name}.svg").getroot().itertext())
+        assert words.replace("Bands", "Bars" if name == "orders" else "Bands") in text
 
 
 def test_runs_with_other_rows_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader
 from numpy.typing import NDArray
 from plotly.offline import get_plotlyjs
 
-from softmax_rnn.report.curves import Curve, curves, mean_curve, windows
+from softmax_rnn.report.curves import Curve, curves, mean_curve, note, windows
 from softmax_rnn.report.figure import log_limits
 from softmax_rnn.report.style import style
 from softmax_rnn.report.table import by_variant, cells, interval_note, label
@@ -71,7 +71,7 @@ def _section(place: Place, folder: Path) -> dict[str, Any]:
         "header": header,
         "rows": rows,
         "note": interval_note(place.table),
-        "seeds": int(place.table.seeds.max()),
+        "lines": note(place.table.seeds),
         "curves": _curves(place.runs),
         "runs": [
             {
@@ -130,7 +130,8 @@ def _plain(curve: Curve) -> dict[str, Any]:
         "dash": look.plotly_dash,
         "tokens": curve.tokens.astype(int).tolist(),
         "mean": _rounded(curve.mean),
-        **(band if (curve.high > curve.low).any() else {}),
+        "seeds": [_rounded(seed) for seed in curve.single],
+        **(band if curve.has_band else {}),
     }
 
 
