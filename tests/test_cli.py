@@ -96,6 +96,7 @@ def test_reproduce_dry_run_and_claims(
     shown = capsys.readouterr().out
     assert shown.count("275.3 M") == 6
     assert "36 x 1024" in shown
+    assert shown.count("13 h") == 9
     assert "9 to run" in shown
     fields = [f"{key}={value}" for key, value in {**TINY, "corpus": texts}.items()]
     for attention in ("softmax", "norm"):
