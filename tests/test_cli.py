@@ -12,9 +12,11 @@ import pytest
 
 import softmax_rnn
 from made_up import made_up
+from processes import Forked
 from softmax_rnn import cli, commands, files
 from softmax_rnn.cli import main
 from softmax_rnn.errors import EXIT_CODES
+from softmax_rnn.experiments.launch import LocalLauncher
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.stopping import RunStopped, StopRequest
 from tiny import TINY
@@ -328,8 +330,12 @@ def test_a_folder_that_will_not_do_is_wrong_input(
 
 
 def test_names_are_words_and_no_markup(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(LocalLauncher, "start", Forked.start)
     out = tmp_path / "br[/b]x$\\frac$"
     assert main(["compare", "softmax", *options(texts, out)]) == 0
     assert "in " in capsys.readouterr().out

@@ -8,8 +8,10 @@ import pytest
 from rich.console import Console
 
 from made_up import made_up
+from processes import Forked
 from softmax_rnn.experiments.costs import bytes_text, cost, count_text, hours_text
 from softmax_rnn.experiments.figures import FIGURES
+from softmax_rnn.experiments.launch import LocalLauncher
 from softmax_rnn.experiments.plan import planned
 from softmax_rnn.experiments.reproduce import draw, finished_runs, plan_table, reproduce
 from softmax_rnn.experiments.scales import SCALES
@@ -118,7 +120,10 @@ def test_a_figure_is_drawn_from_what_is_finished(figure: str, tmp_path: Path) ->
     assert set(found["base", "stdlib"]["softmax"]) == {0, 1}
 
 
-def test_reproduce_runs_what_is_missing_and_draws(texts: Path, tmp_path: Path) -> None:
+def test_reproduce_runs_what_is_missing_and_draws(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalLauncher, "start", Forked.start)
     fields = {**TINY, "corpus": str(texts)}
     console = Console(quiet=True)
     made = reproduce("figure2", "demo", tmp_path, seeds=[0], fields=fields, console=console)
