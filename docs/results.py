@@ -16,7 +16,7 @@ from softmax_rnn.experiments.reproduce import draw, finished_runs
 from softmax_rnn.experiments.scales import SCALES
 from softmax_rnn.files import write_text
 from softmax_rnn.report import markdown
-from softmax_rnn.report.table import results
+from softmax_rnn.report.table import difference_text, results
 from softmax_rnn.training.folder import RunFolder
 
 HERE, SCALE = Path(__file__).parent, SCALES["demo"]
@@ -30,14 +30,11 @@ def losses(experiment: Experiment, runs: dict[str, dict[int, RunFolder]]) -> str
         "| variant | seeds | train loss | test loss | minus softmax [95% interval] |",
         "|---|---|---|---|---|",
     ]
-    for row in table.to_dict("records"):
-        difference = "-"
-        if row["difference"] == row["difference"]:
-            difference = f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
-        lines.append(
-            f"| `{row['variant']}` | {row['seeds']} | {row['train_loss']:.4f} | "
-            f"{row['test_loss']:.4f} | {difference} |"
-        )
+    lines += [
+        f"| `{row['variant']}` | {row['seeds']} | {row['train_loss']:.4f} | "
+        f"{row['test_loss']:.4f} | {difference_text(row)} |"
+        for row in table.to_dict("records")
+    ]
     return "\n".join(lines)
 
 
@@ -50,12 +47,8 @@ def verdicts(found: dict[tuple[str, str], dict[str, dict[int, RunFolder]]]) -> s
             lines.append(f"| **{last}. {row['text']}** | **{row['verdict']}** | |")
         if row["outcome"] == "not run":
             continue
-        number = ""
-        if row["difference"] is not None:
-            number = f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
-        if row["spikes"] is not None:
-            number = "{} and {} spikes".format(*row["spikes"])
-        lines.append(f"| {row['check']} | {row['outcome']} | {number} |")
+        outcome = ": ".join(filter(None, (row["outcome"], row["reason"])))
+        lines.append(f"| {row['check']} | {outcome} | {row['found']} |")
     return "\n".join(lines)
 
 

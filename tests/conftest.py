@@ -9,6 +9,8 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# For processes that tests start: threads that wait for each other on a busy core cost most of it.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch

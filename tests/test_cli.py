@@ -14,11 +14,13 @@ import softmax_rnn
 import softmax_rnn.data.encoding as encoding
 import softmax_rnn.data.preparation as preparation
 from made_up import made_up
+from processes import Forked
 from softmax_rnn import cli, commands, files
 from softmax_rnn.cli import main
 from softmax_rnn.data import prepare
 from softmax_rnn.data.shards import Journal
 from softmax_rnn.errors import EXIT_CODES
+from softmax_rnn.experiments.launch import LocalLauncher
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.stopping import RunStopped, StopRequest
 from tiny import TINY
@@ -136,6 +138,7 @@ def test_reproduce_dry_run_and_claims(
     shown = capsys.readouterr().out
     assert shown.count("275.3 M") == 6
     assert "36 x 1024" in shown
+    assert shown.count("13 h") == 9
     assert "9 to run" in shown
     fields = [f"{key}={value}" for key, value in {**TINY, "corpus": texts}.items()]
     for attention in ("softmax", "norm"):
@@ -372,8 +375,12 @@ def test_a_folder_that_will_not_do_is_wrong_input(
 
 
 def test_names_are_words_and_no_markup(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(LocalLauncher, "start", Forked.start)
     out = tmp_path / "br[/b]x$\\frac$"
     assert main(["compare", "softmax", *options(texts, out)]) == 0
     assert "in " in capsys.readouterr().out

@@ -317,6 +317,34 @@ def test_files_hold_what_was_found(tmp_path: Path) -> None:
     assert paths[4].read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("attention", "weights"),
+    [
+        ("softmax", ""),
+        ("clamped", ""),
+        ("power:2", "(series='power', order=2)"),
+        ("linear_cosine", "(series='power', order=1)"),
+        ("taylor:2", "(series='taylor', order=2)"),
+    ],
+)
+def test_weights_that_are_not_exp_are_told(attention: str, weights: str, tmp_path: Path) -> None:
+    found = analyze(model_of(attention), IDS[:1, :5], order=2)
+    _, svg = draw(found, tmp_path)
+    for shown in (found.note, " ".join(printed(found)), " ".join(svg.read_text().split())):
+        assert ("are not exp" in shown) == bool(weights)
+        assert weights in shown
+
+
+def test_a_panel_without_a_share_to_show_says_why(tmp_path: Path) -> None:
+    found = analyze(build("linear_relu", initializer_range=0.4), IDS)
+    assert found.powers.log10_share.max() < -6
+    _, svg = draw(found, tmp_path)
+    drawn = " ".join(ElementTree.parse(svg).getroot().itertext())
+    drawn = " ".join(drawn.split())
+    assert drawn.count("Not drawn: every share up to power 10 is below 1e-6.") == 1
+    assert f"terms of a score of {found.heads.max_score.max():,.0f} are near" in drawn
+
+
 def test_many_heads_are_drawn_by_layer(tmp_path: Path) -> None:
     model = model_of("softmax", num_hidden_layers=13)
     _, svg = draw(analyze(model, IDS[:1, :3], max_order=10), tmp_path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +58,30 @@ def test_a_check(check: Check, loss: float, outcome: str, tmp_path: Path) -> Non
     assert finding.seeds == (0 if outcome == "not run" else 3)
     if finding.difference is not None:
         assert finding.difference.mean == pytest.approx(loss - 1.5, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "check", [Check("norm", "worse", "softmax", 0.05), Check("norm", "spikier", "softmax")]
+)
+def test_one_seed_decides_nothing(check: Check, tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, {"softmax": 1.5, "norm": 1.6})
+    rows = [json.loads(line) for line in runs["norm"][0].metrics_file.read_text().splitlines()]
+    rows[-2]["loss"] = 9.0
+    runs["norm"][0].metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert examine(check, runs, "").outcome == "holds"
+    del runs["softmax"][1], runs["softmax"][2]
+    finding = examine(check, runs, "")
+    assert (finding.outcome, finding.reason, finding.seeds) == ("undecided", "one seed", 1)
+    assert re.fullmatch(r"\+0\.\d{4} \[.*\] \(test blocks only\)|1 and 0 spikes", finding.found)
+    verdicts = judge({("base", "stdlib"): runs})
+    assert {verdict.outcome for verdict in verdicts} <= {"undecided", "not run"}
+    (row,) = [row for row in verdict_table(verdicts) if row["claim"] == 1]
+    assert row["interval_over"] == "test blocks only"
+    shown = Console(width=200, record=True, file=io.StringIO())
+    shown.print(rich_verdicts(verdicts))
+    text = shown.export_text()
+    assert re.search(r"undecided: one seed +\+0\.\d+ \[.*\] \(test blocks only\)", text)
+    assert re.search(r"3\. Both hold .* not run +figure3", text)  # what to reproduce
 
 
 def test_spikes_are_counted(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 import softmax_rnn.experiments.compare as compare_module
 import softmax_rnn.experiments.launch as launch_module
 import softmax_rnn.training.stopping as stopping
-from processes import start
+from processes import Forked, start
 from softmax_rnn.experiments.compare import (
     RunsFailedError,
     compare_configs,
@@ -65,7 +65,10 @@ def test_mistakes_are_named_before_anything_runs(texts: Path, tmp_path: Path) ->
         compare_configs(["norm"], [1, 0, 1], tiny(texts), tmp_path)
 
 
-def test_runs_are_run_once_and_failures_told(texts: Path, tmp_path: Path, console: Console) -> None:
+def test_runs_are_run_once_and_failures_told(
+    texts: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalLauncher, "start", Forked.start)
     root = tmp_path / "runs"
     good = compare_configs(["softmax"], [0], tiny(texts, steps=4), root)
     bad = compare_configs(["norm"], [0], tiny(texts, vocab_size=100, steps=4), root)
@@ -245,18 +248,18 @@ def _settings(config: RunConfig, path: Path) -> list[str]:
 
 def test_a_comparison_goes_on_after_a_signal(texts: Path, tmp_path: Path) -> None:
     """SIGTERM to the command saves its runs; given again, it ends as if there had been none."""
-    config = tiny(texts, steps=200, log_every=1, evaluate_every=200, save_every=200)
+    config = tiny(texts, steps=100, log_every=1, evaluate_every=100, save_every=100)
     run = RunFolder(tmp_path / "out" / "softmax-seed0")
     process = start(["compare", "softmax", *_settings(config, tmp_path)], tmp_path / "log")
     while process.is_alive() and (run.metrics.empty or run.metrics.step.max() < 5):
-        time.sleep(0.01)
+        time.sleep(0.1)  # each look costs the run some of its time
     process.terminate()
     process.join(60)
     told = (tmp_path / "log").read_text()
     assert process.exitcode == 75, told
     assert "Stopped by SIGTERM with 1 of 1 runs unfinished; the same command goes on" in told
     (saved,) = run.checkpoints
-    assert int(saved.name.partition("-")[2]) == run.metrics.step.max() < 200
+    assert int(saved.name.partition("-")[2]) == run.metrics.step.max() < 100
     assert "Stopped by SIGTERM after step" in (tmp_path / "out/logs/softmax-seed0.log").read_text()
     expected = train(config, tmp_path / "undisturbed")
     again = train(config, run.path, resume=True)

@@ -18,6 +18,7 @@ from rich.console import Console
 
 import softmax_rnn.experiments.compare as compare_module
 import softmax_rnn.experiments.launch as launch_module
+from failing import fail_in_one
 from processes import at_step
 from softmax_rnn.errors import ExitCode
 from softmax_rnn.experiments import compare_configs, run_all
@@ -58,30 +59,33 @@ def test_a_job_that_is_stopped_early_is_queued_again(texts: Path, tmp_path: Path
     assert again.function is work  # which resumes: the folder says where
 
 
-@pytest.mark.parametrize(
-    "signals", [(signal.SIGUSR2,), (signal.SIGTERM, signal.SIGUSR2)], ids=["warned", "preempted"]
-)
-def test_a_job_that_is_preempted_saves_and_goes_on_by_itself(
-    texts: Path, tmp_path: Path, signals: tuple[signal.Signals, ...]
-) -> None:
-    """The signal that submitit has Slurm send: after it there is a checkpoint of that very step."""
+def test_a_job_that_is_preempted_saves_and_goes_on_by_itself(texts: Path, tmp_path: Path) -> None:
+    """The signal that submitit has Slurm send: after it there is a checkpoint of that very step.
+
+    First it comes as a warning; in the second session SIGTERM comes before it.
+    """
     config = tiny(texts, steps=200, log_every=1, evaluate_every=200, save_every=200)
     executor = submitit.LocalExecutor(tmp_path / "jobs")
-    executor.update_parameters(timeout_min=2)
+    executor.update_parameters(timeout_min=10)
     folder = RunFolder(tmp_path / "run")
     job = executor.submit(_Training(config, folder.path))
-    while folder.metrics.empty or folder.metrics.step.max() < 5:
-        assert not job.done(), job.stderr()
-        time.sleep(0.01)
-    (task,) = psutil.Process(int(job.job_id)).children()
-    for number in signals:
-        task.send_signal(number)
-        while number != signals[-1] and not folder.checkpoints:
-            time.sleep(0.01)  # it has stopped long before Slurm sends the next
+    saved: list[int] = []
+    for signals in ((signal.SIGUSR2,), (signal.SIGTERM, signal.SIGUSR2)):
+        while folder.metrics.empty or folder.metrics.step.max() < max(saved, default=0) + 5:
+            assert not job.done(), job.stderr()
+            time.sleep(0.1)  # each look costs the run some of its time
+        (task,) = psutil.Process(int(job.job_id)).children()
+        for number in signals:
+            task.send_signal(number)
+            while len(folder.checkpoints) == len(saved):
+                assert not job.done(), job.stderr()
+                time.sleep(0.1)  # it has stopped long before Slurm sends the next
+        saved.append(int(folder.checkpoints[-1].name.partition("-")[2]))
     assert job.result() == ExitCode.FINISHED
     assert folder.finished
-    (session,) = folder.environment["sessions"]
-    assert 5 <= int(session["start"].partition("-")[2]) < 200
+    starts = [session["start"] for session in folder.environment["sessions"]]
+    assert starts == [f"checkpoint-{step}" for step in saved]
+    assert 5 <= saved[0] < saved[1] < 200
     assert list(folder.metrics.step) == list(range(1, 201))
 
 
@@ -106,16 +110,11 @@ def test_how_jobs_end_is_told(
 def test_of_several_processes_the_one_that_failed_is_shown(tmp_path: Path) -> None:
     executor = submitit.LocalExecutor(tmp_path / "jobs")
     executor.update_parameters(timeout_min=2, tasks_per_node=2)
-    job = _ClusterJob(executor.submit(_fail_in_one))
+    job = _ClusterJob(executor.submit(fail_in_one, OTHER_FAILED))
     while job.poll() is None:
         time.sleep(0.05)
     assert job.poll() == ExitCode.FAILED
     assert "the second one's own" in job.log.read_text()
-
-
-def _fail_in_one() -> None:
-    rank = submitit.JobEnvironment().global_rank
-    raise ChildProcessError("the second one's own" if rank else OTHER_FAILED)
 
 
 @dataclass

@@ -8,8 +8,10 @@ import pytest
 from rich.console import Console
 
 from made_up import made_up
-from softmax_rnn.experiments.costs import cost
+from processes import Forked
+from softmax_rnn.experiments.costs import bytes_text, cost, count_text, hours_text
 from softmax_rnn.experiments.figures import FIGURES
+from softmax_rnn.experiments.launch import LocalLauncher
 from softmax_rnn.experiments.plan import planned
 from softmax_rnn.experiments.reproduce import draw, finished_runs, plan_table, reproduce
 from softmax_rnn.experiments.scales import SCALES
@@ -53,6 +55,13 @@ def test_runs_are_shared_and_planned_once(figure: str, runs: int) -> None:
 def test_corpora_that_are_one_give_one_panel(tmp_path: Path) -> None:
     plan = planned(FIGURES["figure2"], SCALES["demo"], tmp_path, (0,))
     assert [run.config.attention for run in plan] == ["softmax", "norm", "gate"]
+
+
+def test_costs_are_written_for_people() -> None:
+    hours = [hours_text(hours) for hours in (1.683e-05, 0.2, 3.21, 9.96, 12.97, 4321.0)]
+    assert hours == ["< 1 min", "12 min", "3.2 h", "10 h", "13 h", "4,321 h"]
+    assert [count_text(count) for count in (1536e3, 3.686e9)] == ["1.5 M", "3.7 B"]
+    assert [bytes_text(2**20 * size) for size in (25.3, 9452.0)] == ["25 MiB", "9.2 GiB"]
 
 
 def test_costs_follow_the_sizes() -> None:
@@ -111,7 +120,10 @@ def test_a_figure_is_drawn_from_what_is_finished(figure: str, tmp_path: Path) ->
     assert set(found["base", "stdlib"]["softmax"]) == {0, 1}
 
 
-def test_reproduce_runs_what_is_missing_and_draws(texts: Path, tmp_path: Path) -> None:
+def test_reproduce_runs_what_is_missing_and_draws(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalLauncher, "start", Forked.start)
     fields = {**TINY, "corpus": str(texts)}
     console = Console(quiet=True)
     made = reproduce("figure2", "demo", tmp_path, seeds=[0], fields=fields, console=console)

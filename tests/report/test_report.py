@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -12,14 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from made_up import made_up
 from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.report import find_runs, report
 from softmax_rnn.report.curves import curves
+from softmax_rnn.report.figure import log_limits
+from softmax_rnn.report.grid import Column, draw_orders
 from softmax_rnn.report.html import Place, page
 from softmax_rnn.report.style import style
-from softmax_rnn.report.table import cells, results
+from softmax_rnn.report.table import cells, results, rich_table
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.variants import variant, variants
 
@@ -43,6 +47,30 @@ def test_table(runs: list[RunFolder]) -> None:
     assert text[1][0] == "softmax"
     assert text[1][5] == "-"
     assert re.fullmatch(r"\+0\.\d{4} \[\+0\.\d{4}, \+0\.\d{4}\]", text[3][5])
+
+
+def test_an_interval_of_one_seed_says_that_it_covers_test_blocks_only(tmp_path: Path) -> None:
+    """Also where a variant has more seeds, of which softmax shares one."""
+    seeds = {"softmax": (0, 1), "norm": (0, 1), "gate": (1, 2)}
+    runs = [made_up(tmp_path, name, seed, 1.5) for name in seeds for seed in seeds[name]]
+    table, paths = report(runs, tmp_path)
+    covered = dict(zip(table.variant, table.interval_over, strict=True))
+    assert covered == {
+        "softmax": "",
+        "norm": "seeds and test blocks",
+        "gate": "test blocks only",
+    }
+    assert "test blocks only" in paths[0].read_text()
+    differences = {row[0]: row[5] for row in cells(table)}
+    assert re.fullmatch(r".0\.\d{4} \[.0\.\d{4}, .0\.\d{4}\]", differences["norm"])
+    assert differences["gate"].endswith("] (test blocks only)")
+    page = (tmp_path / "report.html").read_text()
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(rich_table(table))
+    for shown in (page, console.export_text()):
+        assert differences["gate"] in shown
+        assert "is of one seed and does not cover seeds" in shown
+    assert rich_table(results(runs[:4])).caption is None
 
 
 def test_orders_stand_by_number(tmp_path: Path) -> None:
@@ -130,15 +158,15 @@ def test_seeds_may_have_tokens_of_their_own(tmp_path: Path) -> None:
 
 
 def test_steps_without_update_are_gaps_and_are_counted(tmp_path: Path) -> None:
-    runs = [made_up(tmp_path, name, seed, 1.5) for name in ("softmax", "norm") for seed in (0, 1)]
+    runs = [made_up(tmp_path, name, seed, 1.5) for name in ("softmax", "norm") for seed in range(3)]
     header, *_ = cells(results(runs))
     assert header[-1] == "peak memory"
-    rows = [json.loads(line) for line in runs[3].metrics_file.read_text().splitlines()]
+    rows = [json.loads(line) for line in runs[4].metrics_file.read_text().splitlines()]
     for place, row in enumerate(rows):
-        row["loss"] = None if place in (4, 5, 6, 19) else row["loss"] + 0.02
-    runs[3].metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    summary = {**runs[3].summary, "skipped_steps": 1234}
-    runs[3].summary_file.write_text(json.dumps(summary))
+        row["loss"] = None if place in (4, 5, 6, 19) else row["loss"] + 0.03
+    runs[4].metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = {**runs[4].summary, "skipped_steps": 1234}
+    runs[4].summary_file.write_text(json.dumps(summary))
     table, _ = report(find_runs(tmp_path), tmp_path)
     header, softmax, norm = cells(table)
     assert (header[-1], softmax[-1], norm[-1]) == ("steps skipped", "0", "1,234")
@@ -149,6 +177,30 @@ def test_steps_without_update_are_gaps_and_are_counted(tmp_path: Path) -> None:
     (data,) = re.findall(r'<script type="application/json">(.*?)</script>', page)
     norm_curve = json.loads(data, parse_constant=pytest.fail)["train"][0][1]
     assert [norm_curve[name].count(None) for name in ("mean", "low", "high")] == [4] * 3
+
+
+@pytest.mark.parametrize(
+    ("seeds", "note"),
+    [
+        (1, "One seed a variant."),
+        (2, "Lines are means over seeds. Thin lines are single seeds."),
+        (3, "Lines are means over seeds. Bands are 95% intervals over seeds."),
+    ],
+)
+def test_bands_take_three_seeds_and_no_limits_follow_them(
+    seeds: int, note: str, tmp_path: Path
+) -> None:
+    runs = [made_up(tmp_path, "softmax", seed, 1.5 + 0.1 * seed) for seed in range(seeds)]
+    (line,) = curves(runs, "test")
+    assert line.has_band == (seeds == 3)
+    assert len(line.single) == (2 if seeds == 2 else 0)
+    assert (line.high > line.low).all() == (seeds == 3)
+    assert log_limits([line])[1] < 1.03 * (1.5 + 0.1 * seeds + 0.12)
+    report(runs, tmp_path)
+    draw_orders([Column("softmax", runs)], "orders", tmp_path / "orders")
+    for name, words in {"figure": note, "orders": note.replace("Thin lines", "Dots")}.items():
+        text = " ".join(ElementTree.parse(tmp_path / f"{name}.svg").getroot().itertext())
+        assert words.replace("Bands", "Bars" if name == "orders" else "Bands") in text
 
 
 def test_runs_with_other_rows_are_refused(tmp_path: Path) -> None:
@@ -215,7 +267,7 @@ def test_no_words_become_elements(tmp_path: Path) -> None:
         environment = json.loads(run.environment_file.read_text())
         run.environment_file.write_text(json.dumps({**environment, word: {word: [word]}}))
         claim = dict.fromkeys(("claim", "text", "verdict", "check", "where", "outcome"), word)
-        row = {**claim, "seeds": 1, "difference": 0.1, "low": None, "high": None, "spikes": None}
+        row = {**claim, "seeds": 1, "reason": word, "found": word}
         places = [Place(word, [run], results([run]))] * 2
         found.append(Elements(page(places, root, word, [row])).found)
     assert found[0] == found[1]

@@ -16,6 +16,10 @@ def test_one_seed_is_the_paired_t_interval() -> None:
     expected = stats.ttest_rel(a[0], b[0]).confidence_interval(0.95)
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
     assert found.mean == pytest.approx((a - b).mean())
+    assert (
+        str(found) == f"{found.mean:+.4f} [{found.low:+.4f}, {found.high:+.4f}] (test blocks only)"
+    )
+    assert str(paired_difference(np.tile(a, (2, 1)), np.tile(b, (2, 1)))).endswith("]")
 
 
 @pytest.mark.parametrize(("seed_sd", "block_sd"), [(0.02, 0.3), (0.2, 0.1), (0.0, 0.3)])
@@ -35,6 +39,6 @@ def test_edges() -> None:
     same = np.ones((2, 5))
     assert paired_difference(same, same).high == 0.0
     alone = paired_difference(np.ones((1, 1)), np.zeros((1, 1)))
-    assert (alone.mean, alone.low) == (1.0, -np.inf)
+    assert (alone.mean, alone.low, str(alone)) == (1.0, -np.inf, "+1.0000")
     with pytest.raises(ValueError, match="cannot be paired"):
         paired_difference(np.ones((1, 4)), np.ones((1, 5)))

@@ -19,6 +19,7 @@ import pytest
 from benchmarks.kills import difference, killed, start
 from transformers import Trainer
 
+from softmax_rnn.experiments.run import PlannedRun, config_file, log_file
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.trainer import SpecTrainer
@@ -59,6 +60,36 @@ class Case:
     def newest(self, name: str) -> Path:
         """A file of the newest checkpoint."""
         return self.folder.checkpoints[-1] / name
+
+
+@dataclass
+class Forked:
+    """A run that ``LocalLauncher.start`` is to start, in a process that has imported everything.
+
+    Only the import is spared, which costs more than a tiny run: a process of its own is tested by
+    ``test_compare_from_nothing_to_a_report``.
+    """
+
+    process: Any
+    log: Path
+
+    @classmethod
+    def start(cls, run: PlannedRun, root: Path, slot: str | None) -> Forked:
+        config, log = config_file(run, root), log_file(run, root)
+        for path in (config, log):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        run.config.save(config)
+        words = ["train", "--resume", "--config", str(config), "--out", str(run.folder.path)]
+        return cls(start(words, log), log)
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def wait(self) -> None:
+        self.process.join()
 
 
 def half(case: Case) -> None:

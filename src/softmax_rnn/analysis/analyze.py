@@ -72,9 +72,20 @@ class Analysis:
     max_order: int
     tokens: int
 
+    @property
+    def note(self) -> str:
+        """What these numbers are for a model whose weights are not exp; empty for others."""
+        if self.spec.series == "exp":
+            return ""
+        return (
+            f"This model's weights are not exp (series={self.spec.series!r}, "
+            f"order={self.spec.order}): the powers are those of exp's series of its scores."
+        )
+
     def table(self) -> Table:
         """For the terminal: a row a head; the powers are their ``pair_share``."""
-        shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
+        shown.caption = self.note or None
         kept = min(self.order, 2)  # the powers that linear attention has, and one more
         names = [*(f"power {n}" for n in range(kept + 1)), f"{kept + 1} and on"]
         within = f"order within {self.tolerance:g}"

@@ -39,8 +39,8 @@ def draw(analysis: Analysis, folder: Path, *, title: str = "") -> list[Path]:
         _draw_shares(figure, axes[:2], analysis)
         _draw_orders(axes[2], analysis)
         figure.legend(loc="outside lower right", ncols=3, frameon=False)
-        if title:
-            figure.suptitle(title, fontsize=10, parse_math=False)
+        if heading := "\n".join(filter(None, (title, analysis.note))):
+            figure.suptitle(heading, fontsize=10, parse_math=False)
         return save(figure, folder / "analysis")
 
 
@@ -54,7 +54,15 @@ def _draw_shares(figure: Figure, axes: Sequence[Axes], analysis: Analysis) -> No
         "Share in the mean of exp(|s|)": analysis.powers["log10_share"].to_numpy(),
         "Share in exp(|s|) of a pair, mean": pair_shares,
     }
+    largest = analysis.heads["max_score"].max()
     for ax, (title, shares) in zip(axes, drawn.items(), strict=True):
+        if shares.max() < _SHOWN:  # a map of one colour would look broken
+            shares = np.full_like(shares, np.nan)
+            words = (
+                f"Not drawn: every share up to\npower {analysis.order} is below 1e{_SHOWN:g}. "
+                f"The largest\nterms of a score of {largest:,.0f} are\nnear that power."
+            )
+            ax.text(0.5, 0.5, words, transform=ax.transAxes, ha="center", va="center")
         image = ax.imshow(
             np.maximum(shares, 2 * _SHOWN).reshape(len(layers), -1),
             aspect="auto",
@@ -101,6 +109,7 @@ def _draw_orders(ax: Axes, analysis: Analysis) -> None:
         ax.scatter(at, beyond, size, marker=">", color=_BLUE, label=label, zorder=3)
     ax.set_title(f"Order for an error within {analysis.tolerance:g}")
     ax.set_xlabel("order of the Taylor series")
+    ax.margins(x=0.05)
     ax.set_xlim(left=0)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.tick_params(labelleft=True)

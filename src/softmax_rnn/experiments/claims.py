@@ -2,8 +2,8 @@
 
 A claim is a list of checks on pairs of variants trained under the same conditions. Differences of
 test loss are paired by seed and test block (``paired_difference``). A check holds or fails when its
-interval says so, and is undecided when the interval allows both; a claim holds when all its checks
-do, and fails when one does.
+interval says so, and is undecided when the interval allows both, or covers one seed alone; a claim
+holds when all its checks do, and fails when one does.
 """
 
 from __future__ import annotations
@@ -182,6 +182,7 @@ class Finding:
         seeds: number of seeds that both variants share.
         difference: of the test losses, with its 95% interval; ``None`` where not run.
         spikes: of ``variant`` and of ``other``, over the shared seeds; ``None`` for other kinds.
+        reason: why it is undecided.
     """
 
     check: Check
@@ -190,6 +191,14 @@ class Finding:
     seeds: int = 0
     difference: Difference | None = None
     spikes: tuple[int, int] | None = None
+    reason: str = ""
+
+    @property
+    def found(self) -> str:
+        """What was measured, in words."""
+        if self.spikes is not None:
+            return "{} and {} spikes".format(*self.spikes)
+        return "" if self.difference is None else str(self.difference)
 
 
 @dataclass(frozen=True)
@@ -241,20 +250,22 @@ def examine(check: Check, runs: Runs, where: str) -> Finding:
         return Finding(check, where, "not run")
     losses = _losses(variant, shared), _losses(other, shared)
     difference = paired_difference(*losses, confidence=CONFIDENCE)
-    spikes = None
+    spikes, reason = None, "the interval allows both"
     if check.kind == "spikier":
         counts = [
             sum(loss_spikes(of[seed].metrics.loss) for seed in shared) for of in (variant, other)
         ]
         spikes = (counts[0], counts[1])
         # Counts of a few events decide little; none at all decides nothing.
-        outcome: Outcome = "undecided" if spikes == (0, 0) else "holds"
-        if spikes[0] <= spikes[1] and spikes != (0, 0):
-            outcome = "fails"
+        outcome = _outcome(spikes[0] > spikes[1], spikes[0] <= spikes[1] and spikes != (0, 0))
+        reason = "no spikes"
     else:
         inner = paired_difference(*losses, confidence=2 * CONFIDENCE - 1)
         outcome = _DECIDE[check.kind](difference, inner, check.margin)
-    return Finding(check, where, outcome, len(shared), difference, spikes)
+    if len(shared) == 1:  # another seed may say otherwise
+        outcome, reason = "undecided", "one seed"
+    reason = reason if outcome == "undecided" else ""
+    return Finding(check, where, outcome, len(shared), difference, spikes, reason)
 
 
 def _losses(seeds: Mapping[int, RunFolder], shared: Sequence[int]) -> NDArray[np.float64]:
@@ -288,20 +299,23 @@ def verdict_table(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
             "check": str(finding.check),
             "where": finding.where,
             "outcome": finding.outcome,
+            "reason": finding.reason,
             "seeds": finding.seeds,
             **_numbers(finding.difference),
             "spikes": finding.spikes,
+            "found": finding.found,
         }
         for verdict in verdicts
         for finding in verdict.findings
     ]
 
 
-def _numbers(difference: Difference | None) -> dict[str, float | None]:
+def _numbers(difference: Difference | None) -> dict[str, float | str | None]:
     if difference is None:
-        return dict.fromkeys(("difference", "low", "high"))
+        return dict.fromkeys(("difference", "low", "high", "interval_over"))
     values = {"difference": difference.mean, "low": difference.low, "high": difference.high}
-    return {key: value if math.isfinite(value) else None for key, value in values.items()}
+    finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
+    return {**finite, "interval_over": difference.over}
 
 
 _COLORS = {"holds": "green", "fails": "red", "undecided": "yellow", "not run": "dim"}
@@ -317,23 +331,19 @@ def rich_verdicts(verdicts: Sequence[Verdict]) -> Table:
         table.add_row(
             f"[bold]{verdict.claim.number:2}. {verdict.claim.text}[/bold]",
             _colored(verdict.outcome),
+            *("", ""),
+            ", ".join(verdict.claim.figures),
         )
         for finding in verdict.findings if verdict.outcome != "not run" else ():
-            found = finding.difference
-            numbers = (
-                "" if found is None else f"{found.mean:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
-            )
-            if finding.spikes is not None:
-                numbers = "{} and {} spikes".format(*finding.spikes)
             table.add_row(
                 f"      {finding.check}",
-                _colored(finding.outcome),
-                escape(numbers),
+                _colored(finding.outcome, finding.reason),
+                escape(finding.found),
                 str(finding.seeds or ""),
                 finding.where,
             )
     return table
 
 
-def _colored(outcome: Outcome) -> str:
-    return f"[{_COLORS[outcome]}]{outcome}[/]"
+def _colored(outcome: Outcome, reason: str = "") -> str:
+    return f"[{_COLORS[outcome]}]{outcome}{reason and f': {reason}'}[/]"

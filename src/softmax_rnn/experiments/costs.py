@@ -74,6 +74,23 @@ def cost(config: RunConfig, gpu: str) -> Cost:
     )
 
 
+def hours_text(hours: float) -> str:
+    """A time for people: ``< 1 min``, ``12 min``, ``3.2 h``, ``13 h``."""
+    if hours < 1:
+        return "< 1 min" if 60 * hours < 1 else f"{60 * hours:.0f} min"
+    return f"{hours:.1f} h" if hours < 9.95 else f"{hours:,.0f} h"
+
+
+def count_text(count: float) -> str:
+    """A number of tokens or parameters for people: ``1.5 M``, ``3.7 B``."""
+    return f"{count / 1e6:,.1f} M" if count < 1e9 else f"{count / 1e9:,.1f} B"
+
+
+def bytes_text(size: float) -> str:
+    """A size for people: ``25 MiB``, ``9.2 GiB``."""
+    return f"{size / 2**20:,.0f} MiB" if size < 2**30 else f"{size / 2**30:,.1f} GiB"
+
+
 def _vocabulary(config: RunConfig) -> int:
     return config.vocab_size or _VOCABULARY.get(config.tokenizer, _LLAMA_VOCABULARY)
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from softmax_rnn.experiments.claims import judge, verdict_table
 from softmax_rnn.experiments.compare import run_all
-from softmax_rnn.experiments.costs import UTILISATION, cost
+from softmax_rnn.experiments.costs import UTILISATION, bytes_text, cost, count_text, hours_text
 from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.experiments.plan import Experiment, Scale, by_name, planned
 from softmax_rnn.experiments.scales import SCALES
@@ -151,21 +151,21 @@ def _figure(name: str, variants: Sequence[str] | None) -> Experiment:
 def rich_plan(plan: pd.DataFrame, gpu: str) -> Table:
     """The plan for the terminal, with the total below."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    table.title = f"{len(plan)} runs; hours on one {gpu} at {UTILISATION:.0%} of its peak"
-    columns = ("run", "parameters", "tokens/step", "steps", "tokens", "FLOPs", "GPU hours")
+    table.title = f"{len(plan)} runs; times on one {gpu} at {UTILISATION:.0%} of its peak"
+    columns = ("run", "parameters", "tokens/step", "steps", "tokens", "FLOPs", "GPU time")
     for column in (*columns, "memory", "disk", ""):
         table.add_column(column, justify="left" if column in ("run", "") else "right", no_wrap=True)
     for row in plan.to_dict("records"):
         table.add_row(
             row["run"],
-            f"{row['parameters'] / 1e6:,.1f} M",
+            count_text(row["parameters"]),
             f"{row['tokens_per_step'] // row['block_size']} x {row['block_size']}",
             f"{row['steps']:,}",
-            f"{row['tokens'] / 1e9:,.4g} B",
+            count_text(row["tokens"]),
             f"{row['operations']:.2e}",
-            f"{row['gpu_hours']:,.4g}",
-            f"{row['memory_bytes'] / 2**30:,.1f} GiB",
-            f"{row['disk_bytes'] / 2**30:,.2f} GiB",
+            hours_text(row["gpu_hours"]),
+            bytes_text(row["memory_bytes"]),
+            bytes_text(row["disk_bytes"]),
             "finished" if row["finished"] else "",
         )
     missing = plan[~plan.finished]
@@ -173,11 +173,11 @@ def rich_plan(plan: pd.DataFrame, gpu: str) -> Table:
     table.add_row(
         f"{len(missing)} to run",
         *[""] * 3,
-        f"{missing.tokens.sum() / 1e9:,.4g} B",
+        count_text(missing.tokens.sum()),
         f"{missing.operations.sum():.2e}",
-        f"{missing.gpu_hours.sum():,.4g}",
+        hours_text(missing.gpu_hours.sum()),
         "",
-        f"{missing.disk_bytes.sum() / 2**30:,.2f} GiB",
+        bytes_text(missing.disk_bytes.sum()),
     )
     return table
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from softmax_rnn.files import file_aside
-from softmax_rnn.report.curves import Curve, curves
+from softmax_rnn.report.curves import Curve, curves, note
 from softmax_rnn.report.style import LOOK, style
 from softmax_rnn.training.folder import RunFolder
 
@@ -33,7 +33,13 @@ def draw(runs: Sequence[RunFolder], folder: Path) -> list[Path]:
         axes[0].set_ylim(*log_limits([line for lines in drawn.values() for line in lines]))
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper", title="final test loss")
+        explain(figure, note(len(line.seeds) for line in drawn["test"]))
         return save(figure, folder / "figure")
+
+
+def explain(figure: Figure, words: str) -> None:
+    """Say below a figure what its lines and bands are."""
+    figure.supxlabel(words, fontsize="small", color="0.35")
 
 
 def save(figure: Figure, stem: Path) -> list[Path]:
@@ -47,7 +53,7 @@ def save(figure: Figure, stem: Path) -> list[Path]:
 
 
 def panel(ax: Axes, lines: list[Curve], title: str) -> None:
-    """Draw curves with their bands into one pair of axes, the lowest named first."""
+    """Draw curves with their seeds or bands into one pair of axes, the lowest named first."""
     for line in sorted(lines, key=lambda line: line.last):
         look = style(line.variant)
         ax.plot(
@@ -60,7 +66,9 @@ def panel(ax: Axes, lines: list[Curve], title: str) -> None:
             markersize=3,
             label=f"{line.variant}  {line.last:.3f}",
         )
-        if (line.high > line.low).any():
+        for losses in line.single:
+            ax.plot(line.tokens / 1e6, losses, color=look.color, linewidth=0.6, alpha=0.6)
+        if line.has_band:
             ax.fill_between(
                 line.tokens / 1e6, line.low, line.high, color=look.color, alpha=0.15, linewidth=0
             )
@@ -77,6 +85,12 @@ def panel(ax: Axes, lines: list[Curve], title: str) -> None:
 
 
 def log_limits(lines: list[Curve]) -> tuple[float, float]:
-    """Limits of the loss axis: they hold every line after its steep start."""
-    shown = np.concatenate([line.mean[line.tokens >= _START * line.tokens[-1]] for line in lines])
+    """Limits of the loss axis: they hold every line after its steep start, but no band."""
+    shown = np.concatenate(
+        [
+            losses[line.tokens >= _START * line.tokens[-1]]
+            for line in lines
+            for losses in (line.mean, *line.single)
+        ]
+    )
     return 0.97 * float(np.nanmin(shown)), 1.03 * float(np.nanmax(shown))

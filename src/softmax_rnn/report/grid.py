@@ -10,9 +10,10 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from softmax_rnn.report.curves import curves, seed_interval
-from softmax_rnn.report.figure import TITLES, log_limits, panel, save
+from softmax_rnn.report.curves import curves, drawn_each, note, seed_interval
+from softmax_rnn.report.figure import TITLES, explain, log_limits, panel, save
 from softmax_rnn.report.style import LOOK, style
 from softmax_rnn.training.folder import RunFolder
 
@@ -27,12 +28,14 @@ class Column(NamedTuple):
 def draw_curves(columns: Sequence[Column], title: str, stem: Path, large: bool) -> list[Path]:
     """Loss against tokens, a column a panel, test above train; writes PNG and SVG."""
     unit = (6.0, 4.2) if large else (4.2, 3.0)
+    counts: list[int] = []
     with mpl.rc_context(LOOK):
         size = (unit[0] * len(columns), unit[1] * len(TITLES) + 0.4)
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots(len(TITLES), len(columns), squeeze=False, sharex="col")
         for place, column in enumerate(columns):
             drawn = {split: curves(column.runs, split) for split in TITLES}
+            counts += [len(line.seeds) for line in drawn["test"]]
             limits = log_limits([line for lines in drawn.values() for line in lines])
             for row, (split, lines) in enumerate(drawn.items()):
                 ax = axes[row, place]
@@ -43,6 +46,7 @@ def draw_curves(columns: Sequence[Column], title: str, stem: Path, large: bool) 
         for row in axes[:, 0]:
             row.set_ylabel("nats per token (log scale)")
         figure.suptitle(title)
+        explain(figure, note(counts))
         return save(figure, stem)
 
 
@@ -54,11 +58,13 @@ def draw_orders(columns: Sequence[Column], title: str, stem: Path) -> list[Path]
         for ax, (quantity, name) in zip(
             axes, (("train_loss", "Train loss"), ("test_loss", "Test loss")), strict=True
         ):
-            for column in columns:
-                _orders(ax, column, quantity)
+            losses = [_orders(ax, column, quantity) for column in columns]
+            every = [loss for series in losses for seeds in series for loss in seeds]
             ax.set_title(name)
             ax.set_xlabel("highest power n")
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
             ax.set_yscale("log")
+            ax.set_ylim(0.97 * min(every), 1.03 * max(every))  # of the losses, not their intervals
             ax.yaxis.set_major_formatter("{x:g}")
             ax.yaxis.set_minor_formatter("{x:g}")
             ax.grid(alpha=0.3, linewidth=0.5)
@@ -66,11 +72,13 @@ def draw_orders(columns: Sequence[Column], title: str, stem: Path) -> list[Path]
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper")
         figure.suptitle(title)
+        counts = (len(seeds) for series in losses for seeds in series)
+        explain(figure, note(counts, single="Dots", band="Bars"))
         return save(figure, stem)
 
 
-def _orders(ax: Axes, column: Column, quantity: str) -> None:
-    """One series' losses over its orders, with their intervals over seeds."""
+def _orders(ax: Axes, column: Column, quantity: str) -> list[list[float]]:
+    """Draw a series' losses over its orders, with seeds or intervals; return each seed's."""
     by_order: dict[str, list[float]] = {}
     for run in column.runs:
         order = str(run.config.attention).partition(":")[2]
@@ -78,7 +86,7 @@ def _orders(ax: Axes, column: Column, quantity: str) -> None:
     look = style(column.title)
     if set(by_order) == {""}:  # not a family of orders
         ax.axhline(float(np.mean(by_order[""])), color=look.color, label=column.title)
-        return
+        return [by_order[""]]
     orders = sorted(by_order, key=int)
     stats = [seed_interval(np.array(by_order[order])) for order in orders]
     means = [mean for mean, _, _ in stats]
@@ -94,3 +102,7 @@ def _orders(ax: Axes, column: Column, quantity: str) -> None:
         capsize=2,
         label=column.title,
     )
+    for order in orders:
+        single = drawn_each(np.array(by_order[order]))
+        ax.scatter([int(order)] * len(single), single, 4, color=look.color, alpha=0.6)
+    return list(by_order.values())

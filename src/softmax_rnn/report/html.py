@@ -14,10 +14,10 @@ from jinja2 import Environment, PackageLoader
 from numpy.typing import NDArray
 from plotly.offline import get_plotlyjs
 
-from softmax_rnn.report.curves import Curve, curves, mean_curve, windows
+from softmax_rnn.report.curves import Curve, curves, mean_curve, note, windows
 from softmax_rnn.report.figure import log_limits
 from softmax_rnn.report.style import style
-from softmax_rnn.report.table import by_variant, cells, label
+from softmax_rnn.report.table import by_variant, cells, interval_note, label
 from softmax_rnn.rules import format_yaml
 from softmax_rnn.training.folder import RunFolder
 
@@ -56,7 +56,6 @@ def page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["difference"] = _difference
     return environment.get_template("report.html.jinja").render(
         title=title,
         claims=claims,
@@ -65,23 +64,14 @@ def page(
     )
 
 
-def _difference(row: Mapping[str, Any]) -> str:
-    """What a check measured; an interval without ends is left out."""
-    if row["spikes"] is not None:
-        return "{} and {} spikes".format(*row["spikes"])
-    if row["difference"] is None:
-        return "-"
-    ends = "" if row["low"] is None else f" [{row['low']:+.4f}, {row['high']:+.4f}]"
-    return f"{row['difference']:+.4f}{ends}"
-
-
 def _section(place: Place, folder: Path) -> dict[str, Any]:
     header, *rows = cells(place.table)
     return {
         "title": place.title,
         "header": header,
         "rows": rows,
-        "seeds": int(place.table.seeds.max()),
+        "note": interval_note(place.table),
+        "lines": note(place.table.seeds),
         "curves": _curves(place.runs),
         "runs": [
             {
@@ -140,7 +130,8 @@ def _plain(curve: Curve) -> dict[str, Any]:
         "dash": look.plotly_dash,
         "tokens": curve.tokens.astype(int).tolist(),
         "mean": _rounded(curve.mean),
-        **(band if (curve.high > curve.low).any() else {}),
+        "seeds": [_rounded(seed) for seed in curve.single],
+        **(band if curve.has_band else {}),
     }
 
 

@@ -9,14 +9,32 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+BLOCKS_ONLY = "test blocks only"
+
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean paired difference and its confidence interval, nats per token."""
+    """A mean paired difference and its confidence interval, nats per token.
+
+    Attributes:
+        mean: over seeds and test blocks.
+        low: where the interval begins.
+        high: where it ends.
+        over: what the interval covers: ``seeds and test blocks``, or with one seed ``test blocks
+            only``; trained with another seed, the two models may differ by more.
+    """
 
     mean: float
     low: float
     high: float
+    over: str
+
+    def __str__(self) -> str:
+        """The mean and its interval, which says so where it covers no seeds."""
+        if math.isinf(self.low):  # one test block of one seed
+            return f"{self.mean:+.4f}"
+        only = f" ({self.over})" if self.over == BLOCKS_ONLY else ""
+        return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]{only}"
 
 
 def paired_difference(
@@ -27,7 +45,7 @@ def paired_difference(
     Seeds and blocks are two crossed samples: the variance of the mean is estimated as that of the
     block means over the number of blocks plus that of the seed means over the number of seeds
     (which counts their interaction twice, on the careful side), with Satterthwaite's degrees of
-    freedom. With one seed the interval speaks of that seed's two models alone.
+    freedom. With one seed the interval covers the test blocks only.
 
     Args:
         losses: the variant's losses [seeds, blocks].
@@ -38,6 +56,7 @@ def paired_difference(
         raise ValueError(f"Losses of shapes {losses.shape} and {reference.shape} cannot be paired.")
     difference = losses - reference
     mean = float(difference.mean())
+    over = "seeds and test blocks" if len(difference) > 1 else BLOCKS_ONLY
     parts = [
         (sample.var(ddof=1) / len(sample), len(sample) - 1)
         for sample in (difference.mean(axis=0), difference.mean(axis=1))
@@ -45,9 +64,9 @@ def paired_difference(
     ]
     variance = float(sum(part for part, _ in parts))
     if not parts:
-        return Difference(mean, -math.inf, math.inf)
+        return Difference(mean, -math.inf, math.inf, over)
     if variance == 0:
-        return Difference(mean, mean, mean)
+        return Difference(mean, mean, mean, over)
     freedom = variance**2 / sum(part**2 / free for part, free in parts)
     half = float(stats.t.ppf((1 + confidence) / 2, freedom)) * math.sqrt(variance)
-    return Difference(mean, mean - half, mean + half)
+    return Difference(mean, mean - half, mean + half, over)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rich import box
 from rich.table import Table
 
-from softmax_rnn.report.statistics import paired_difference
+from softmax_rnn.report.statistics import BLOCKS_ONLY, Difference, paired_difference
 from softmax_rnn.training.folder import RunFolder, differences
 from softmax_rnn.variants import variants
 
@@ -37,8 +37,9 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
 
     Columns: variant, seeds, parameters, train_loss (mean of the last tenth of the run), test_loss
     (after the last step, on the whole test split), difference, low, high (to softmax, paired by
-    seed and block, 95% interval; not a number without softmax), tokens_per_second (median),
-    peak_memory_bytes (largest), skipped_steps (without update) and loss_spikes (sums over seeds).
+    seed and block, 95% interval; not a number without softmax), interval_over (what it covers:
+    with one seed in common test blocks only), tokens_per_second (median), peak_memory_bytes
+    (largest), skipped_steps (without update) and loss_spikes (sums over seeds).
 
     Raises:
         ValueError: for runs that cannot be compared, naming two of them and what differs.
@@ -58,6 +59,7 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
             "difference": np.nan,
             "low": np.nan,
             "high": np.nan,
+            "interval_over": "",
             "tokens_per_second": summaries.tokens_per_second.median(),
             "peak_memory_bytes": int(summaries.peak_memory_bytes.max()),
             **{name: int(summaries[name].sum()) for name in _EVENTS},
@@ -66,6 +68,7 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
         if shared and variant != REFERENCE:
             paired = paired_difference(_losses(seeds, shared), _losses(reference, shared))
             row |= {"difference": paired.mean, "low": paired.low, "high": paired.high}
+            row["interval_over"] = paired.over
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -150,7 +153,7 @@ def cells(table: pd.DataFrame) -> list[list[str]]:
             f"{row['parameters']:,}",
             f"{row['train_loss']:.4f}",
             f"{row['test_loss']:.4f}",
-            _interval(row["difference"], row["low"], row["high"]),
+            difference_text(row),
             f"{row['tokens_per_second']:,.0f}",
             f"{row['peak_memory_bytes'] / 2**20:,.0f} MiB",
             *(f"{row[name]:,}" for name in events.values()),
@@ -160,16 +163,28 @@ def cells(table: pd.DataFrame) -> list[list[str]]:
     return [header, *rows]
 
 
-def _interval(difference: float, low: float, high: float) -> str:
-    if np.isnan(difference):
+def difference_text(row: Mapping[Any, Any]) -> str:
+    """The difference to softmax of a row of ``results``, with its interval."""
+    if np.isnan(row["difference"]):
         return "-"
-    return f"{difference:+.4f} [{low:+.4f}, {high:+.4f}]"
+    return str(Difference(row["difference"], row["low"], row["high"], row["interval_over"]))
+
+
+def interval_note(table: pd.DataFrame) -> str:
+    """What an interval of one seed does not cover, where the table has one."""
+    if not (table.interval_over == BLOCKS_ONLY).any():
+        return ""
+    return (
+        f"An interval over {BLOCKS_ONLY} is of one seed and does not cover seeds: with another "
+        "seed the difference may lie outside it."
+    )
 
 
 def rich_table(table: pd.DataFrame) -> Table:
     """For the terminal."""
     header, *rows = cells(table)
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
+    shown.caption = interval_note(table) or None
     for index, name in enumerate(header):
         shown.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:

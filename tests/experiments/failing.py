@@ -1,0 +1,11 @@
+"""A job without an import of the package, which would take it most of its time."""
+
+from __future__ import annotations
+
+import submitit
+
+
+def fail_in_one(blame: str) -> None:
+    """The second of two processes fails; the first blames it."""
+    rank = submitit.JobEnvironment().global_rank
+    raise ChildProcessError("the second one's own" if rank else blame)
