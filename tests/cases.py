@@ -48,10 +48,10 @@ class Case:
     """
 
     spec: sr.AttentionSpec
-    tensors: dict[str, Tensor]
-    mask: Tensor | None
+    tensors: dict[str, Tensor] = field(repr=False)
+    mask: Tensor | None = field(repr=False)
     causal: bool
-    upstream: Tensor
+    upstream: Tensor = field(repr=False)
     layouts: Mapping[str, str] = field(default_factory=dict)
 
     def laid_out(self, name: str, x: Tensor) -> Tensor:

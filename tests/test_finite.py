@@ -8,6 +8,8 @@ import torch
 import softmax_rnn as sr
 from cases import Shape, make_case
 
+# A sum of negative powers is at least 1: the numerator stays as large as it is.
+LEAST = sr.AttentionSpec(series="power", order=9, denominator="clamped_sum")
 FINITE = ["taylor:4", "power:4", "quadratic", "taylor_elu:4", "taylor_relu:3"]
 
 
@@ -37,16 +39,20 @@ def test_an_output_beyond_float16_is_an_error(form: str) -> None:
     q = torch.full((1, 1, 300, 4), 20.0, dtype=torch.float16)
     with pytest.raises(OverflowError, match=r"The largest output, .*, overflows torch.float16"):
         sr.attention(q, q, q, "quadratic", form=form)
+    with pytest.raises(OverflowError, match=r"The largest output, inf, overflows torch.float32"):
+        sr.attention(*(x * 1e4 for x in (-q.float(), q.float(), q.float())), LEAST, form=form)
     assert sr.attention(q.bfloat16(), q.bfloat16(), q.bfloat16(), "quadratic").isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["taylor:2", "quadratic"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("form", sr.forms("taylor:2"))
-def test_inputs_that_are_not_finite_go_through(form: str) -> None:
+def test_inputs_that_are_not_finite_go_through(form: str, bad: float, name: str) -> None:
     """As in softmax: a training step sees a loss that is not finite, and may be skipped."""
     q, k, v = torch.randn(3, 1, 2, 20, 4).unbind(0)
-    q[0, 0, 3] = torch.nan
-    out = sr.attention(q, k, v, "taylor:2", form=form)
-    assert out[0, 0, 3].isnan().all()
+    q[0, 0, 3] = bad
+    out = sr.attention(q, k, v, name, form=form)
+    assert not out[0, 0, 3].isfinite().any()
     assert out[0, 1].isfinite().all()
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from softmax_rnn.checks import check_extra, check_tensors, checked_mask
+from softmax_rnn.denominators import row_sum
 from softmax_rnn.dispatch import choose
 from softmax_rnn.feature_maps import FEATURE_MAPS
 from softmax_rnn.finite import check_output, check_sums
 from softmax_rnn.forms.row_sums import (
-    RowSums,
     compute_dtype,
     no_autocast,
     visible_count,
@@ -23,9 +23,6 @@ from softmax_rnn.norms import normalized
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.state import State, check_state, next_state
 from softmax_rnn.variants import resolve
-
-# A quotient whose row sum crosses zero is at most 1 / SUM_GUARD times the largest value.
-SUM_GUARD = 1e-6
 
 
 @overload
@@ -149,7 +146,7 @@ def attention(
         way = choose(form, spec, q, k, v, causal=causal, mask=mask, stateful=stateful)
         log_scale = None
         if spec.homogeneous and not (way.maps and given == torch.float16):
-            q, log_scale = _with_unit_scores(q, k, spec, mask)
+            q, log_scale = _with_unit_scores(q, k, spec, mask, stateful)
         if not way.maps:
             q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
         with_state: dict[str, Any] = {}
@@ -157,15 +154,16 @@ def attention(
             before = None if state is None else state.sums
             with_state = {"state": before, "keep_state": return_state}
         sums = way.compute(q, k, v, spec, causal=causal, mask=mask, **with_state)
+        finite = given == torch.float16
         if spec.order is not None:
-            check_sums(sums, spec, state, q, k, v, mask)
+            finite = check_sums(sums, spec, state, q, k, v, mask)
         if log_scale is not None:
             sums = sums._replace(log_scale=log_scale)
         out, log_scale = sums.numerator.to(dtype), sums.log_scale
         if spec.row_sum is not None:
             if sums.weight_sum is not None:  # else the form has divided already
-                out = out / _row_sum(sums, spec, v).unsqueeze(-1)
-            log_scale = None
+                total, log_scale = row_sum(sums, spec, v)
+                out = out / total.unsqueeze(-1)
         elif spec.denominator != "none":
             length = visible_count(queries, keys, causal, mask, q.device)
             if state is not None:
@@ -180,7 +178,7 @@ def attention(
         out = normalized(out, log_scale, spec.norm, norm_weight, norm_bias)
         if gate is not None and spec.output_gate == "after_norm":
             out = out * gate
-        if not spec.bounded:
+        if finite and not spec.bounded:
             check_output(out, given)
         out = out.to(given)
         if not return_state:
@@ -190,7 +188,7 @@ def attention(
 
 
 def _with_unit_scores(
-    q: Tensor, k: Tensor, spec: AttentionSpec, mask: Tensor | None
+    q: Tensor, k: Tensor, spec: AttentionSpec, mask: Tensor | None, stateful: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Queries whose scores are of size 1, and the log of what their powers are to be multiplied by.
 
@@ -199,43 +197,16 @@ def _with_unit_scores(
     """
     if not q.numel() or not k.numel():
         return q, None
-    dtype = compute_dtype(q.dtype)
-    keys = (
-        k.detach() if mask is None else k.detach().masked_fill(~visible_keys(mask, k.shape[1]), 0)
-    )
-    longest = keys.abs().amax((2, 3)).to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    exponent = (q.detach().abs().amax(-1).to(dtype).log2() + longest.log2().unsqueeze(-1)).round()
-    exponent = exponent.masked_fill(~exponent.isfinite(), 0.0)
+    dtype, phi = compute_dtype(q.dtype), FEATURE_MAPS[spec.feature_map]
+    exponent = phi(q.detach()).abs().amax(-1).to(dtype).log2()
+    if not stateful:  # a state holds earlier keys, and all as they are
+        keys = phi(k.detach())
+        if mask is not None:
+            keys = keys.masked_fill(~visible_keys(mask, k.shape[1]), 0.0)
+        longest = keys.abs().amax((2, 3)).to(dtype).log2()
+        exponent = exponent + longest.repeat_interleave(q.shape[1] // k.shape[1], 1).unsqueeze(-1)
+    exponent = exponent.round().masked_fill(~exponent.isfinite(), 0.0)
     if q.dtype == torch.float16:  # whose range is small
         q = q.to(dtype)
     assert spec.order is not None
     return q * (-exponent).exp2().unsqueeze(-1).to(q.dtype), spec.order * math.log(2) * exponent
-
-
-def _row_sum(sums: RowSums, spec: AttentionSpec, v: Tensor) -> Tensor:
-    """The row-sum denominator, in units of ``exp(log_scale)``, kept away from zero."""
-    rule, weight_sum, noise = spec.row_sum, sums.weight_sum, sums.noise
-    assert rule is not None
-    assert weight_sum is not None
-    unit = torch.ones_like(weight_sum) if sums.log_scale is None else (-sums.log_scale).exp()
-    if noise is not None:
-        # A sum below its own error is noise, and so is the numerator.
-        least = noise if spec.sign_definite else noise * _sign(weight_sum)
-        lost = weight_sum < noise if spec.sign_definite else weight_sum.abs() < noise
-        weight_sum = torch.where(lost & (noise > 0), least, weight_sum)
-    total = weight_sum.detach() if rule.detached else weight_sum
-    if rule.offset:
-        total = total + rule.offset * unit
-    if rule.floor:
-        total = total.maximum(rule.floor * unit)
-    if not spec.sign_definite and noise is None and v.numel():
-        largest = v.detach().abs().amax((2, 3)).to(total.dtype)
-        largest = largest.repeat_interleave(total.shape[1] // v.shape[1], dim=1).unsqueeze(-1)
-        least = SUM_GUARD * sums.numerator.detach().abs().amax(-1) / largest
-        total = torch.where(total.abs() < least, least * _sign(total), total)
-    return total.masked_fill(total == 0, 1.0)  # no visible key, or no weight: 0 / 1
-
-
-def _sign(x: Tensor) -> Tensor:
-    """-1 below zero, else 1."""
-    return torch.ones_like(x).masked_fill(x < 0, -1.0)

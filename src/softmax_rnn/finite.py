@@ -21,12 +21,15 @@ def check_sums(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-) -> None:
+) -> bool:
     """Raise if the sums of a finite series, or its state, overflow.
 
     A number that is not finite reaches every output that sees it, so that the outputs tell of it;
     but the last keys no output may see well, and these are told by the size of their powers.
     Without a state, NaN or infinity in the inputs goes through to the outputs, as in softmax.
+
+    Returns:
+        Whether the sums are finite.
 
     Raises:
         OverflowError: with the size of the scores, or of the key that made a state too large.
@@ -34,38 +37,38 @@ def check_sums(
             of the token, counted from the start of the state.
     """
     if _no_data(sums.numerator):
-        return
+        return True
     if mask is not None:  # a hidden key may hold anything
         shown = visible_keys(mask, k.shape[1])
         k, v = (x.detach().masked_fill(~shown, 0.0) for x in (k, v))
-    if _finite(sums.numerator) and _finite(sums.weight_sum) and not _may_overflow(sums, spec, k, v):
-        return
+    finite = _finite(sums.numerator) and _finite(sums.weight_sum)
+    if finite and not _may_overflow(sums, spec, k, v):
+        return True
     if state is not None or sums.state is not None:
         _check_state(sums, state, k, v)
-    if all(_finite(x) for x in (q, k, v)) and not (
-        _finite(sums.numerator) and _finite(sums.weight_sum)
-    ):
+    if not finite and all(_finite(x) for x in (q, k, v)):
         longest = [x.detach().double().norm(dim=-1).amax().item() for x in (q, k)]
         raise OverflowError(
             f"The sums of power {spec.order} overflow {sums.numerator.dtype}: queries are up to "
             f"{longest[0]:.3g} long and keys {longest[1]:.3g}, their products multiplied by "
             f"{spec.score_scale(q.shape[-1]):.3g}. Use smaller ones, a lower order or float64."
         )
+    return finite
 
 
 def check_output(out: Tensor, dtype: torch.dtype) -> None:
-    """Raise if finite outputs are beyond the range of ``dtype``; that of float16 is small.
+    """Raise if outputs of finite sums are beyond the range of ``dtype``; that of float16 is small.
 
     Raises:
         OverflowError: with the largest of them.
     """
-    if dtype != torch.float16 or _no_data(out) or not out.numel():
+    if _no_data(out) or not out.numel():
         return
     largest = out.detach().abs().amax().item()
-    if torch.finfo(dtype).max < largest < math.inf:
+    if largest > torch.finfo(dtype).max:
         raise OverflowError(
             f"The largest output, {largest:.3g}, overflows {dtype}, whose largest number is "
-            f"{torch.finfo(dtype).max:.3g}. Use bfloat16, a denominator or a norm."
+            f"{torch.finfo(dtype).max:.3g}. Use a wider type, a denominator or a norm."
         )
 
 

@@ -35,7 +35,9 @@ def normalized(
         return x if log_scale is None else x * _exp_or_raise(log_scale).unsqueeze(-1)
     if norm == "layer":
         x = x - x.mean(-1, keepdim=True)
-    eps = x.new_tensor(NORM_EPS[norm])
+    largest = x.detach().abs().amax(-1, keepdim=True).clamp(min=1.0)
+    x = x / largest  # squares of large numbers overflow
+    eps = NORM_EPS[norm] / largest.square()
     if log_scale is not None:
         # The same eps for the true values: a norm ignores the scale, up to its eps.
         eps = eps * (-2 * log_scale).exp().unsqueeze(-1)

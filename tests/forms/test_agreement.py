@@ -132,7 +132,7 @@ def test_any_spec(
         assert_close(case.run(sr.attention, form=form), expected, 1e-8, form)
 
 
-@pytest.mark.parametrize("form", ["fused", "blocked"])
+@pytest.mark.parametrize("form", ["dense", "fused", "blocked"])
 @pytest.mark.parametrize("name", ["softmax", "norm", "softmax_plus_one"])
 def test_large_scores_do_not_overflow(name: str, form: str) -> None:
     """Scores in the hundreds, where exp overflows float32; float64 still holds them."""
@@ -141,7 +141,7 @@ def test_large_scores_do_not_overflow(name: str, form: str) -> None:
     assert_close(case.run(sr.attention, torch.float32, form=form), expected, 1e-3)
 
 
-@pytest.mark.parametrize("form", ["fused", "blocked"])
+@pytest.mark.parametrize("form", ["dense", "fused", "blocked"])
 def test_unnormalised_overflow_is_an_error(form: str) -> None:
     case = make_case(AttentionSpec(denominator="none"), spread=10.0)
     with pytest.raises(OverflowError, match="log-sum-exp is"):

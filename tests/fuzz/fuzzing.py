@@ -27,8 +27,9 @@ from softmax_rnn.data import CorpusError
 
 # Parts in a thousand of all examples; cheap subjects get more.
 SHARES = {
-    "spec": 150,
-    "variant": 60,
+    "attention": 100,
+    "spec": 80,
+    "variant": 30,
     "config": 120,
     "yaml": 120,
     "manifest": 150,

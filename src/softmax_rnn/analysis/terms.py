@@ -9,7 +9,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from softmax_rnn.attention import SUM_GUARD
 from softmax_rnn.feature_maps import FEATURE_MAPS
 from softmax_rnn.forms.row_sums import compute_dtype
 from softmax_rnn.layer import Attention
@@ -17,6 +16,7 @@ from softmax_rnn.series import MAX_RADIUS, order_for
 from softmax_rnn.spec import AttentionSpec
 
 PERCENTILE = 99
+_LEAST_SUM = 1e-6  # what a partial sum that crosses zero is taken for
 _ROWS, _SCORES = 128, 2**19  # a step: at most so many queries, and scores of all heads
 _NEGLIGIBLE = 1e-17  # of a row's weight sum: a float64 sum does not move any more
 
@@ -86,7 +86,7 @@ class LayerTerms:
         weight = exact[..., -1] * (peak - unit).exp()
         out = exact[..., :-1] / exact[..., -1:]
         out_size = out.norm(dim=-1).clamp(min=tiny)
-        guard = SUM_GUARD * (-unit).exp()
+        guard = _LEAST_SUM * (-unit).exp()
         partial = torch.zeros_like(exact)
         largest, settled = float(radius.max()), False
         for n in range(self.max_order + 1):

@@ -58,6 +58,7 @@ def fused(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, causal: bool, mask: Tensor | None
 ) -> RowSums:
     """As :func:`softmax_rnn.forms.dense.dense`, on the fused kernels; never overflows."""
+    q, k = q.to(v.dtype), k.to(v.dtype)  # the kernels want one type; features may be wider
     queries, keys, width = q.shape[-2], k.shape[-2], v.shape[-1]
     scale = spec.score_scale(q.shape[-1])
     on_gpu = q.is_cuda and not spec.up_to_row_scale

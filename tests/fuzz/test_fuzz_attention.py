@@ -1,0 +1,174 @@
+"""The operation on anything: any specification, layout, scale, mask and type, in every form.
+
+A result is held to float64 by what rounding can make of it: the sizes of what is summed, times the
+machine epsilon. Rows of which rounding leaves nothing need only be finite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import event, given, note
+from hypothesis import strategies as st
+from torch import Tensor
+
+import softmax_rnn as sr
+from cases import MASKS, Case, Shape, assert_close, make_case
+from fuzzing import fuzzed, time_limit
+from softmax_rnn.feature_maps import FEATURE_MAPS
+from softmax_rnn.forms.row_sums import compute_dtype, visible, visible_count
+from softmax_rnn.norms import NORM_EPS
+from softmax_rnn.series import PowerSeries
+from strategies import layouts, specs, widths
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SIZES = [1e-8, 1e-3, 1.0, 1.0, 30.0, 1e4]
+# Rounding errors of some sums and products, in units of the largest possible one.
+ERRORS = 32.0
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Case, torch.dtype]:
+    """A case whose inputs a type holds exactly, and that type."""
+    width, value_width = draw(widths())
+    queries, past = draw(st.integers(1, 40)), draw(st.integers(0, 9))
+    heads, kv_heads = draw(st.sampled_from([(2, 1), (2, 2), (3, 1)]))
+    shape = Shape(1, heads, kv_heads, queries, queries + past, width, value_width)
+    case = make_case(
+        draw(specs()),
+        causal=draw(st.booleans()),
+        mask=draw(st.sampled_from(MASKS)),
+        shape=shape,
+        seed=draw(st.integers(0, 999)),
+    )
+    dtype = draw(
+        st.sampled_from(
+            [torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16]
+        )
+    )
+    largest = 1e3 if dtype == torch.float16 else math.inf
+    sizes = {name: min(draw(st.sampled_from(SIZES)), largest) for name in "qkv"}
+    tensors = {
+        name: (x * sizes.get(name, 1.0)).to(dtype).double() for name, x in case.tensors.items()
+    }
+    upstream = case.upstream.to(dtype).double()
+    layout = draw(layouts())
+    return dataclasses.replace(case, tensors=tensors, upstream=upstream, layouts=layout), dtype
+
+
+def errors(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What rounding can make of the outputs.
+
+    Weights are summed in the type that sums accumulate in, weights and values may be in ``dtype``.
+
+    Returns:
+        [B, H, T], the error of the length of a row of outputs; [], the largest sum of sizes.
+    """
+    spec, extras = case.spec, case.tensors
+    eps = ERRORS * torch.finfo(compute_dtype(dtype)).eps
+    phi = FEATURE_MAPS[spec.feature_map]
+    q, k, v = (case.laid_out(name, extras[name]) for name in "qkv")
+    q, k = phi(q), phi(k)
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    scale = spec.score_scale(q.shape[-1])
+    scores = scale * q @ k.mT
+    sizes = abs(scale) * q.norm(dim=-1, keepdim=True) * k.norm(dim=-1).unsqueeze(-2)
+    if spec.clamp is not None:
+        scores = scores.clamp(max=spec.clamp)
+    series = PowerSeries.of(spec)
+    weights = series(scores)
+    if series.coefficients is None:
+        doubts = weights * (1 + sizes)
+        if spec.feature_map in ("elu1", "cosine"):  # the fused kernels take features in dtype
+            doubts = doubts * max(1.0, torch.finfo(dtype).eps / eps)
+        doubts[sizes > 1e6] = math.inf
+        doubts[scores.abs().amax(-1) > 600] = math.inf  # weights beyond float64
+    else:
+        powers = [(n + 1) * a for n, a in enumerate(series.coefficients)]
+        doubts = PowerSeries(tuple(powers))(sizes)
+        if not spec.homogeneous:
+            doubts = doubts + 1e-30  # what is smaller may vanish
+    shown = visible(q.shape[2], k.shape[2], case.causal, case.mask, q.device)
+    if shown is not None:
+        weights, doubts = (x.masked_fill(~shown, 0.0) for x in (weights, doubts))
+    if "input_gate" in extras:
+        v = v * extras["input_gate"].repeat_interleave(groups, dim=1).unsqueeze(-1)
+    rounded = eps * doubts + 4 * torch.finfo(dtype).eps * weights.abs()
+    least = v.shape[-1] * torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    out, error = weights @ v, (rounded @ v.norm(dim=-1).unsqueeze(-1)).squeeze(-1)
+    error = error + least * weights.abs().sum(-1)
+    weight_sum, doubt = weights.sum(-1), rounded.sum(-1)
+    largest = torch.stack([error.max(), doubt.max()]).max() / eps
+    if spec.row_sum is not None:
+        total = weight_sum + spec.row_sum.offset
+        if spec.row_sum.floor:
+            total = total.clamp(min=spec.row_sum.floor)
+        total = total.masked_fill(total == 0, 1.0)
+        out = out / total.unsqueeze(-1)
+        error = (error + out.norm(dim=-1) * doubt) / total.abs()
+    elif spec.denominator != "none":
+        count = visible_count(q.shape[2], k.shape[2], case.causal, case.mask, q.device)
+        count = count.clamp(min=1).double()
+        if spec.denominator == "learned_length":
+            count = count ** extras["length_power"].unsqueeze(-1)
+        out, error = out / count.unsqueeze(-1), error / count
+    if "output_gate" in extras and (spec.norm == "none" or spec.output_gate == "before_norm"):
+        gate = extras["output_gate"]
+        out, error = out * gate.unsqueeze(-1), error * gate
+    if spec.norm != "none":
+        if spec.norm == "layer":
+            error = error + eps * out.norm(dim=-1)
+            out = out - out.mean(-1, keepdim=True)
+        squares = out.square().sum(-1)
+        if spec.norm != "l2":
+            squares = squares / out.shape[-1] + NORM_EPS[spec.norm]
+        most = float(extras.get("norm_weight", torch.ones(1)).abs().max())
+        error = 2 * max(most, 1.0) * error / squares.sqrt() + 4 * torch.finfo(dtype).eps
+    return error, largest
+
+
+@fuzzed("attention")
+@given(cases())
+def test_any_attention(drawn: tuple[Case, torch.dtype]) -> None:
+    case, dtype = drawn
+    error, largest = errors(case, dtype)
+    try:
+        expected = case.run(sr.attention, form="dense")
+    except OverflowError:
+        event("beyond float64")
+        return
+    error = error.nan_to_num(nan=math.inf)
+    size = expected["out"].norm(dim=-1)
+    error = error + 2 * torch.finfo(dtype).eps * size + torch.finfo(dtype).tiny
+    settled = error < 0.1 * size
+    sizes = {
+        name: f"{list(x.shape)}, at most {x.abs().max():.3g}" for name, x in case.tensors.items()
+    }
+    note(f"{dtype}: {sizes}")
+    event(f"settled: {'most' if settled.float().mean() > 0.9 else 'not most'}")
+    for form in ["auto", *case.forms]:
+        with time_limit():
+            try:
+                found = case.run(sr.attention, dtype, form=form)
+            except OverflowError as error_told:
+                wide, narrow = (torch.finfo(x).max for x in (compute_dtype(dtype), dtype))
+                if largest < 1e-6 * wide and size.max() < 0.1 * narrow:
+                    pytest.fail(f"{form}: {error_told}")
+                event("overflow")
+                continue
+        out = found["out"].double()
+        assert out.isfinite().all(), f"{form}: not finite"
+        wrong = settled & ((out - expected["out"]).norm(dim=-1) > error)
+        if wrong.any():
+            row = tuple(wrong.nonzero()[0].tolist())
+            pytest.fail(
+                f"{form}: row {row} is {out[row].tolist()}, not {expected['out'][row].tolist()}, "
+                f"within {float(error[row]):.2g}"
+            )
+        if dtype == torch.float64 and (error < 1e-8 * size).all() and size.min() > 1e-6:
+            assert_close(found, expected, 1e-6, form)
+            event("gradients compared")
