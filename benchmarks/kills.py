@@ -80,7 +80,7 @@ def _work(
 
 
 def training(config: RunConfig, folder: RunFolder) -> BaseProcess:
-    """A session of a run, which goes on where the one before was."""
+    """A session of a run, which resumes the one before."""
     root = folder.path.parent
     file = root / f"{folder.path.name}.yaml"
     config.save(file)

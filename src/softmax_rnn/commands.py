@@ -365,7 +365,7 @@ COMMANDS: dict[str, Command] = {
         _reproduce_options,
         _reproduce,
         about="Run what is missing of a figure of the paper and draw it. Figures share their runs; "
-        "given again, it goes on where it stopped.",
+        "rerun the same command to resume.",
     ),
     "claims": Command(
         "a verdict on every claim of the paper",

@@ -20,7 +20,7 @@ class ExitCode(IntEnum):
 EXIT_CODES = {
     ExitCode.FINISHED: "finished",
     ExitCode.FAILED: "the run failed",
-    ExitCode.WRONG_INPUT: "wrong input, or a corpus or folder that will not do",
+    ExitCode.WRONG_INPUT: "invalid arguments, corpus or run folder",
     ExitCode.STOPPED: "stopped by a signal or --stop-after; saved, the same command goes on",
     ExitCode.INTERRUPTED: "interrupted where there is nothing to save",
 }

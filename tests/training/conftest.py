@@ -30,7 +30,7 @@ def no_process_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """A run that nothing befell."""
+    """An undisturbed run."""
     root = tmp_path_factory.mktemp("calm")
     texts = root / "texts"
     texts.mkdir()

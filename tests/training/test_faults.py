@@ -1,7 +1,7 @@
 """What can go wrong in two days: each fault is made, told, and survived.
 
 The table says what is told, how the command ends, and whether the run goes on: to the very weights
-and rows of a run that nothing befell.
+and rows of an undisturbed run.
 """
 
 from __future__ import annotations

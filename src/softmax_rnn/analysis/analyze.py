@@ -232,7 +232,7 @@ def analyze_checkpoint(
 
     Raises:
         FileNotFoundError: if there is no model in the folder.
-        ValueError: for options or a corpus that will not do, a model of another kind, or a damaged
+        ValueError: for invalid options or an invalid corpus, a model of another kind, or a damaged
             checkpoint.
     """
     if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:

@@ -163,7 +163,7 @@ class HubSource:
         except Exception as error:  # a lost connection, a damaged file
             raise CorpusError(
                 f"Cannot read on in the dataset {self.corpus!r}: {type(error).__name__}: {error}. "
-                "The same command goes on where it stopped."
+                "Rerun the same command to resume."
             ) from error
 
     def _check_column(self, names: list[str] | None) -> None:

@@ -90,7 +90,7 @@ def run_all(
         console: where progress is shown.
 
     Raises:
-        ValueError: for a corpus that will not do, or a folder that holds a run with another
+        ValueError: for an invalid corpus, or a folder that holds a run with another
             configuration or corpus.
         RunsFailedError: if a run failed; the others were finished first.
         RunStopped: if a signal or the time stopped the runs; they can go on.
@@ -142,7 +142,7 @@ def _check(runs: Sequence[PlannedRun]) -> None:
 def _work(
     runs: Sequence[PlannedRun], root: Path, launch: Launcher, stop: StopRequest, progress: Progress
 ) -> dict[Path, Job]:
-    """Keep every slot busy until all runs are done, or somebody asks to stop.
+    """Keep every slot busy until all runs are done, or a stop is requested.
 
     However it ends, no run is left running: one that is stopped leaves a folder to go on with.
 

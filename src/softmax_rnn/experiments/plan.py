@@ -130,7 +130,7 @@ def planned(
     """Every run of an experiment, each once, seed after seed.
 
     Raises:
-        ValueError: for a seed given twice, or fields that will not do.
+        ValueError: for a seed given twice, or invalid fields.
     """
     require_different(seeds)
     runs = {}

@@ -133,7 +133,7 @@ def _losses(seeds: dict[int, RunFolder], shared: Sequence[int]) -> NDArray[np.fl
 
 
 def cells(table: pd.DataFrame) -> list[list[str]]:
-    """The table's cells as text, the header first; what befell no run has no column."""
+    """The table's cells as text, the header first; all-zero event columns are dropped."""
     events = {title: name for name, title in _EVENTS.items() if table[name].any()}
     header = [
         "variant",

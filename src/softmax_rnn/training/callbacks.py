@@ -26,7 +26,7 @@ def notice(message: str) -> None:
 
 
 class Checkpoints(TrainerCallback):
-    """Checkpoints: as often as configured, and a last one where somebody asks to stop."""
+    """Checkpoints: as often as configured, and a last one when a stop is requested."""
 
     def __init__(self, asked: Callable[[], bool]) -> None:
         self.asked = asked

@@ -89,7 +89,7 @@ class RunConfig:
         block_size: tokens a block.
         test_fraction: share of the documents held out.
         split_seed: draws the documents held out.
-        max_tokens: prepare no more tokens than about so many; all of them unless given.
+        max_tokens: approximate limit on the number of tokens prepared; all of them unless given.
         packing: ``blocks`` of tokens packed over the ends of documents; or ``documents``, one a
             row, cut or padded to block_size, sampled with replacement (as the paper's authors).
         steps: optimizer steps of the run.

@@ -53,7 +53,7 @@ def load_blocks(config: RunConfig) -> tuple[PreparedCorpus, Rows, Rows]:
     """The run's corpus, and its blocks or documents to train and to test on.
 
     Raises:
-        ValueError: for a corpus or split that will not do, or a package that the run lacks.
+        ValueError: for an invalid corpus or split, or a package that the run lacks.
     """
     if config.tensorboard and find_spec("tensorboard") is None:
         raise ValueError(

@@ -94,7 +94,7 @@ class StopRequest:
             error.code = foremost((error.code, self.code))
 
     def defer(self) -> None:
-        """From now on only note a wish to stop, as :attr:`code`."""
+        """From now on only note a stop request, as :attr:`code`."""
         self._deferred = True
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -40,7 +40,7 @@ class NonFiniteError(ArithmeticError):
 
 
 class _EvaluationStopped(Exception):  # noqa: N818
-    """Somebody asked the run to stop while it evaluated."""
+    """A stop was requested during evaluation."""
 
 
 class SpecTrainer(ShardingTrainer):
@@ -49,7 +49,7 @@ class SpecTrainer(ShardingTrainer):
     Differs from its base in six things: blocks come in the order of the dataset; the schedule has
     a horizon of its own and no step with rate 0; a step whose loss or gradient is not finite makes
     no update; checkpoints are written aside, sealed and renamed, and go on within a row of metrics;
-    a wish to stop is heeded after every step and test batch; the test loss is the mean over all
+    stop requests are honoured after every step and test batch; the test loss is the mean over all
     predicted tokens, and known block by block. All processes of a run decide together.
     """
 
@@ -94,7 +94,7 @@ class SpecTrainer(ShardingTrainer):
         """Train to the end, from the beginning or from a checkpoint.
 
         Raises:
-            RunStopped: if somebody asked for it; a checkpoint holds the last step.
+            RunStopped: if a stop was requested; a checkpoint holds the last step.
             NonFiniteError: if a step's loss or gradient is not finite, and may not be skipped.
             CheckpointError: if a checkpoint cannot be written.
             CorpusError: if the prepared corpus changes meanwhile.
