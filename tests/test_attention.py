@@ -104,7 +104,7 @@ def test_the_l2_norm_of_small_powers() -> None:
         torch.testing.assert_close(sr.attention(q, k, v, spec, form=form), v)
 
 
-@pytest.mark.parametrize("size", [1e-12, 1e-8, 1e-3, 1.0, 1e4, 1e9])
+@pytest.mark.parametrize("size", [1e-15, 1e-12, 1e-8, 1e-3, 1.0, 1e4, 1e9])
 @pytest.mark.parametrize("name", ["power:2", "power:3", "power:6"])
 def test_quotients_of_powers_of_any_size(name: str, size: float) -> None:
     """A factor of the scores cancels; float32 has no place for its power."""

@@ -205,7 +205,7 @@ def _with_unit_scores(
             keys = keys.masked_fill(~visible_keys(mask, k.shape[1]), 0.0)
         longest = keys.abs().amax((2, 3)).to(dtype).log2()
         exponent = exponent + longest.repeat_interleave(q.shape[1] // k.shape[1], 1).unsqueeze(-1)
-    exponent = exponent.round().masked_fill(~exponent.isfinite(), 0.0)
+    exponent = exponent.round().masked_fill(~exponent.isfinite(), 0.0).clamp(-100, 100)
     if q.dtype == torch.float16:  # whose range is small
         q = q.to(dtype)
     assert spec.order is not None

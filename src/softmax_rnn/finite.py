@@ -38,13 +38,15 @@ def check_sums(
     """
     if _no_data(sums.numerator):
         return True
+    finite, stateful = _finite(sums.numerator) and _finite(sums.weight_sum), sums.state is not None
+    if finite and not stateful:
+        return True
     if mask is not None:  # a hidden key may hold anything
         shown = visible_keys(mask, k.shape[1])
         k, v = (x.detach().masked_fill(~shown, 0.0) for x in (k, v))
-    finite = _finite(sums.numerator) and _finite(sums.weight_sum)
     if finite and not _may_overflow(sums, spec, k, v):
         return True
-    if state is not None or sums.state is not None:
+    if stateful or state is not None:
         _check_state(sums, state, k, v)
     if not finite and all(_finite(x) for x in (q, k, v)):
         longest = [x.detach().double().norm(dim=-1).amax().item() for x in (q, k)]
