@@ -1,13 +1,17 @@
 """Make the tables and figures of results.md from runs: ``python docs/results.py RUNS``.
 
 RUNS is the folder that ``softmax-rnn reproduce`` was given as ``--out`` (its default: ``runs``).
+Figures that are not finished there, and the claims on them, stay as they are on the page.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
+
+import pandas as pd
 
 from softmax_rnn.experiments.claims import judge, verdict_table
 from softmax_rnn.experiments.figures import FIGURES
@@ -35,20 +39,22 @@ def losses(experiment: Experiment, runs: dict[str, dict[int, RunFolder]]) -> str
         f"{row['test_loss']:.4f} | {difference_text(row)} |"
         for row in table.to_dict("records")
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", conditions({name: runs[name] for name in names})])
 
 
-def verdicts(found: dict[tuple[str, str], dict[str, dict[int, RunFolder]]]) -> str:
-    """Every claim with its checks."""
-    lines, last = ["| claim | verdict | found |", "|---|---|---|"], None
-    for row in verdict_table(judge(found)):
-        if row["claim"] != last:
-            last = row["claim"]
-            lines.append(f"| **{last}. {row['text']}** | **{row['verdict']}** | |")
-        if row["outcome"] == "not run":
+def verdicts(found: dict[tuple[str, str], dict[str, dict[int, RunFolder]]], before: str) -> str:
+    """Every claim with its checks; those not run as they were ``before``."""
+    rows = pd.DataFrame(verdict_table(judge(found)))
+    lines = ["| claim | verdict | found |", "|---|---|---|"]
+    for (number, text, verdict), checks in rows.groupby(["claim", "text", "verdict"], sort=False):
+        old = re.search(rf"^\| \*\*{number}\. .*\n(?:\| [^*\n].*\n)*", before, flags=re.MULTILINE)
+        if old and (checks.outcome == "not run").all():
+            lines += old[0].splitlines()
             continue
-        outcome = ": ".join(filter(None, (row["outcome"], row["reason"])))
-        lines.append(f"| {row['check']} | {outcome} | {row['found']} |")
+        lines.append(f"| **{number}. {text}** | **{verdict}** | |")
+        for row in checks[checks.outcome != "not run"].to_dict("records"):
+            outcome = ": ".join(filter(None, (row["outcome"], row["reason"])))
+            lines.append(f"| {row['check']} | {outcome} | {row['found']} |")
     return "\n".join(lines)
 
 
@@ -59,9 +65,9 @@ def conditions(runs: dict[str, dict[int, RunFolder]]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
     corpus = where["corpus"]["train"]
     return (
-        f"- {where['processor']}, {where['cores']} cores, {packages}, Python {where['python']}, "
-        f"commits {', '.join(sorted(set(each)))}\n"
-        f"- corpus: {corpus['tokens']:,} tokens to train on (SHA-256 {corpus['sha256'][:16]}...)"
+        f"Run on {where['processor']}, {where['cores']} cores, {packages}, Python "
+        f"{where['python']}, commits {', '.join(sorted(set(each)))}; {corpus['tokens']:,} tokens "
+        f"to train on (SHA-256 {corpus['sha256'][:16]}...)."
     )
 
 
@@ -71,11 +77,11 @@ def main(root: Path) -> None:
     runs = found["base", "stdlib"]
     page = HERE / "results.md"
     text = page.read_text(encoding="utf-8")
-    parts = {"verdicts": verdicts(found), "conditions": conditions(runs)}
+    parts = {"verdicts": verdicts(found, text)}
     for name, experiment in FIGURES.items():
-        if f"<!-- {name} -->" not in text:
-            continue
         wanted = {variant for panel in experiment.panels for variant in panel.variants}
+        if f"<!-- {name} -->" not in text or not wanted <= set(runs):
+            continue
         parts[name] = losses(experiment, runs)
         seeds = sorted(set.intersection(*(set(runs[variant]) for variant in wanted)))
         for path in draw(experiment, SCALE, root, seeds):

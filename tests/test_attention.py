@@ -20,7 +20,7 @@ Q, K, V = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7,
         ({"k": K[:1]}, "k has batch 1, q has 2"),
         ({"k": K[..., :4]}, "q has width 8, k has 4"),
         ({"v": V[:, :, :3]}, "k and v must share heads and length"),
-        ({"k": K[:, :0], "v": V[:, :0]}, "The 0 key/value heads must divide the 4"),
+        ({"k": K[:, :0], "v": V[:, :0]}, "k must have heads and a width, not"),
         ({"q": Q[:, :3]}, "The 2 key/value heads must divide the 3"),
         ({"v": V.double()}, "v has torch.float64"),
         ({"k": K.to("meta")}, "k has torch.float32 on meta"),
@@ -118,6 +118,78 @@ def test_quotients_of_powers_of_any_size(name: str, size: float) -> None:
         error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert error[settled].median() < 1e-4, form
         assert error[settled].max() < 0.1, form
+
+
+@pytest.mark.parametrize("later", [1e3, 1e6])
+@pytest.mark.parametrize("name", ["power:2", "power:7", "power:8", "quadratic"])
+def test_long_keys_that_a_row_does_not_see_leave_it_alone(name: str, later: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 8, 4, generator=draw, dtype=torch.float64).unbind(0)
+    k[:, :, :4] *= 1e-3
+    expected = sr.attention(q, k, v, name, form="dense")[:, :, :4]
+    k[:, :, 4:] *= later
+    for form in ("dense", "blocked"):
+        found = sr.attention(q.float(), k.float(), v.float(), name, form=form)[:, :, :4]
+        torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("query", "key"), [(1e-20, 1e-20), (1e23, 1e23), (1.0, 1e-30), (1e30, 1.0)]
+)
+@pytest.mark.parametrize("form", sr.forms("power:2"))
+def test_factors_beyond_float32(query: float, key: float, form: str) -> None:
+    draw = torch.Generator().manual_seed(1)
+    q, k, v = torch.randn(3, 1, 1, 30, 4, generator=draw, dtype=torch.float64).unbind(0)
+    expected = sr.attention(q, k, v, "power:2", form="dense")[:, :, 9:]
+    inputs = [x.float().requires_grad_() for x in (q * query, k * key, v)]
+    found = sr.attention(*inputs, "power:2", form=form)
+    torch.testing.assert_close(found[:, :, 9:].double(), expected, rtol=1e-3, atol=1e-3)
+    for grad in torch.autograd.grad(found.sum(), inputs):
+        assert not grad.isnan().any()
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e5])
+def test_the_scale_of_a_power_cancels(scale: float) -> None:
+    q, k, v = torch.randn(3, 1, 1, 20, 4).unbind(0)
+    plain, scaled = (sr.AttentionSpec(series="power", order=8, scale=x) for x in (1.0, scale))
+    found = sr.attention(q, k, v, scaled, form="blocked")
+    torch.testing.assert_close(found, sr.attention(q, k, v, plain, form="blocked"))
+
+
+@pytest.mark.parametrize("form", ["dense", "blocked", "chunked", "recurrent"])
+@pytest.mark.parametrize("name", ["taylor_relu:4", "taylor_relu:7", "taylor:4"])
+def test_a_short_key_beside_an_orthogonal_long_one(name: str, form: str) -> None:
+    """What the long one adds to the state, the query does not read."""
+    k = torch.tensor([[1e3, 0.0], [0.0, 1.0]]).view(1, 1, 2, 2)
+    q, v = torch.tensor([0.0, 1.0]).view(1, 1, 1, 2), torch.tensor([5.0, 1.0]).view(1, 1, 2, 1)
+    expected = sr.attention(q.double(), k.double(), v.double(), name, causal=False, form="dense")
+    found = sr.attention(q, k, v, name, causal=False, form=form)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("form", ["dense", "blocked", "chunked", "recurrent"])
+@pytest.mark.parametrize("norm", ["l2", "rms", "layer"])
+def test_a_norm_at_a_pole_of_the_row_sum(norm: str, form: str) -> None:
+    q, k = torch.ones(1, 1, 1, 1), torch.tensor([-1.0, 0.0]).view(1, 1, 2, 1)
+    spec = sr.AttentionSpec(
+        series="power", order=1, denominator="sum_plus_one", norm=norm, scale=1.0
+    )
+    out = sr.attention(
+        q, k, torch.tensor([[1.0, 2.0]] * 2)[None, None], spec, causal=False, form=form
+    )
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("denominator", ["sum_plus_one", "clamped_sum", "detached_sum"])
+def test_a_norm_of_small_clamped_weights(denominator: str) -> None:
+    """Their sum is nothing beside the offset or floor, which the norm cancels."""
+    epsilon = 1e-4 if denominator == "detached_sum" else 0.0
+    spec = sr.AttentionSpec(clamp=5.0, denominator=denominator, norm="l2", epsilon=epsilon)
+    q, k = torch.full((1, 1, 1, 1), 15.0), torch.full((1, 1, 2, 1), -10.0)
+    v = torch.tensor([[3.0, 4.0]] * 2)[None, None]
+    for form in sr.forms(spec):
+        out = sr.attention(q, k, v, spec, causal=False, form=form)
+        torch.testing.assert_close(out, v[:, :, :1] / 5)
 
 
 @pytest.mark.parametrize("form", ["dense", "blocked", "chunked", "recurrent"])

@@ -19,7 +19,7 @@ def test_sums_that_overflow_are_an_error_in_every_form(name: str) -> None:
     case = make_case(spec, shape=Shape(queries=70, keys=70), spread=1e10)
     q, k, v = (case.tensors[x].float() for x in "qkv")
     for form in ("auto", *sr.forms(spec)):
-        if spec.homogeneous and spec.row_sum:  # the quotient of large powers is an ordinary number
+        if spec.scale_free:  # the quotient of large powers is an ordinary number
             assert sr.attention(q, k, v, spec, form=form).isfinite().all(), form
             continue
         with pytest.raises(OverflowError, match="overflow"):
@@ -29,7 +29,7 @@ def test_sums_that_overflow_are_an_error_in_every_form(name: str) -> None:
 @pytest.mark.parametrize("form", ["auto", *sr.forms("taylor:4")])
 def test_the_error_gives_the_sizes(form: str) -> None:
     q, k, v = torch.randn(3, 1, 2, 150, 8).unbind(0)
-    message = r"power 4 overflow torch.float32: queries are up to .*e\+05 long and keys .*e\+05"
+    message = r"power 4 overflow torch.float32: queries are up to .*e\+05 long, keys .*e\+05 and"
     with pytest.raises(OverflowError, match=message):
         sr.attention(q * 1e5, k * 1e5, v, "taylor:4", form=form)
 
@@ -39,7 +39,7 @@ def test_an_output_beyond_float16_is_an_error(form: str) -> None:
     q = torch.full((1, 1, 300, 4), 20.0, dtype=torch.float16)
     with pytest.raises(OverflowError, match=r"The largest output, .*, overflows torch.float16"):
         sr.attention(q, q, q, "quadratic", form=form)
-    with pytest.raises(OverflowError, match=r"The largest output, inf, overflows torch.float32"):
+    with pytest.raises(OverflowError, match="overflow"):
         sr.attention(*(x * 1e4 for x in (-q.float(), q.float(), q.float())), LEAST, form=form)
     assert sr.attention(q.bfloat16(), q.bfloat16(), q.bfloat16(), "quadratic").isfinite().all()
 
@@ -54,6 +54,25 @@ def test_inputs_that_are_not_finite_go_through(form: str, bad: float, name: str)
     out = sr.attention(q, k, v, name, form=form)
     assert not out[0, 0, 3].isfinite().any()
     assert out[0, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("form", sr.forms(sr.AttentionSpec(denominator="none")))
+def test_an_exponential_that_overflows_with_its_values(form: str) -> None:
+    x = torch.full((1, 1, 1, 1), 9.2)
+    with pytest.raises(OverflowError, match=r"The largest output, inf.*values 1e\+04"):
+        sr.attention(x, x, x * 0 + 1e4, sr.AttentionSpec(denominator="none"), form=form)
+
+
+@pytest.mark.parametrize("form", sr.forms("linear_elu"))
+def test_a_hidden_value_that_is_not_finite_is_no_overflow(form: str) -> None:
+    x, v = torch.ones(1, 1, 2, 1), torch.tensor([1.0, torch.nan]).view(1, 1, 2, 1)
+    sr.attention(x, x, v, "linear_elu", mask=torch.tensor([True, False]), form=form)
+
+
+def test_a_state_of_powers_that_vanish_is_an_error() -> None:
+    q, k, v = torch.randn(3, 1, 1, 20, 4).unbind(0)
+    with pytest.raises(FloatingPointError, match="Power 6 of keys of at most .* vanishes"):
+        sr.attention(q, k * 1e-8, v, "power:6", return_state=True)
 
 
 @pytest.mark.parametrize("form", sr.forms("taylor:4"))

@@ -138,15 +138,15 @@ def attention(
     if state is not None:
         check_state(state, spec, k, v)
 
-    given, dtype = q.dtype, compute_dtype(q.dtype)
+    given, dtype, inputs = q.dtype, compute_dtype(q.dtype), (q, k, v)
     stateful = state is not None or return_state
     with no_autocast(q.device.type):
         if input_gate is not None:
             v = v * input_gate.unsqueeze(-1).to(v.dtype)
         way = choose(form, spec, q, k, v, causal=causal, mask=mask, stateful=stateful)
         log_scale = None
-        if spec.homogeneous and not (way.maps and given == torch.float16):
-            q, log_scale = _with_unit_scores(q, k, spec, mask, stateful)
+        if spec.scale_free and not (way.maps and given == torch.float16):
+            q, log_scale = _scaled_for_powers(q, k, spec, causal, mask, stateful)
         if not way.maps:
             q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
         with_state: dict[str, Any] = {}
@@ -154,9 +154,8 @@ def attention(
             before = None if state is None else state.sums
             with_state = {"state": before, "keep_state": return_state}
         sums = way.compute(q, k, v, spec, causal=causal, mask=mask, **with_state)
-        finite = given == torch.float16
         if spec.order is not None:
-            finite = check_sums(sums, spec, state, q, k, v, mask)
+            check_sums(sums, spec, state, inputs, k, mask)
         if log_scale is not None:
             sums = sums._replace(log_scale=log_scale)
         out, log_scale = sums.numerator.to(dtype), sums.log_scale
@@ -178,8 +177,8 @@ def attention(
         out = normalized(out, log_scale, spec.norm, norm_weight, norm_bias)
         if gate is not None and spec.output_gate == "after_norm":
             out = out * gate
-        if finite and not spec.bounded:
-            check_output(out, given)
+        if not spec.bounded:
+            check_output(out, given, inputs)
         out = out.to(given)
         if not return_state:
             return out
@@ -187,26 +186,49 @@ def attention(
         return out, next_state(spec, state, sums.state, mask, keys)
 
 
-def _with_unit_scores(
-    q: Tensor, k: Tensor, spec: AttentionSpec, mask: Tensor | None, stateful: bool
+def _scaled_for_powers(
+    q: Tensor, k: Tensor, spec: AttentionSpec, causal: bool, mask: Tensor | None, stateful: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Queries whose scores are of size 1, and the log of what their powers are to be multiplied by.
+    """Queries times a factor a row, and the log of what the powers of their scores lack by it.
 
     The power of a small score would vanish, that of a large one overflow, where a denominator or a
-    norm leaves an ordinary number. A power of two for each row, so that nothing is rounded.
+    norm leaves an ordinary number. The largest possible score of a row is brought so near to the
+    largest number that sums of its power are still in range: there is most room below it, for keys
+    of unlike sizes. Factors are powers of two, so that nothing is rounded. A state holds keys as
+    they are, and earlier ones: queries alone are brought to length 1.
     """
     if not q.numel() or not k.numel():
         return q, None
-    dtype, phi = compute_dtype(q.dtype), FEATURE_MAPS[spec.feature_map]
-    exponent = phi(q.detach()).abs().amax(-1).to(dtype).log2()
-    if not stateful:  # a state holds earlier keys, and all as they are
-        keys = phi(k.detach())
+    dtype, phi, order = compute_dtype(q.dtype), FEATURE_MAPS[spec.feature_map], spec.order
+    assert order is not None
+    exponent = _log2_length(phi(q.detach()).to(dtype))
+    if not stateful:
+        keys = phi(k.detach()).to(dtype)
         if mask is not None:
             keys = keys.masked_fill(~visible_keys(mask, k.shape[1]), 0.0)
-        longest = keys.abs().amax((2, 3)).to(dtype).log2()
-        exponent = exponent + longest.repeat_interleave(q.shape[1] // k.shape[1], 1).unsqueeze(-1)
-    exponent = exponent.round().masked_fill(~exponent.isfinite(), 0.0).clamp(-100, 100)
+        lengths = _log2_length(keys)
+        if causal:  # later keys are nothing to a row
+            longest = lengths.cummax(-1).values[..., k.shape[2] - q.shape[2] :]
+        else:
+            longest = lengths.amax(-1, keepdim=True)
+        longest = longest.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        longest = longest + math.log2(abs(spec.score_scale(q.shape[-1])))
+        longest = longest.masked_fill(longest == -torch.inf, 0.0)  # zeros: any factor will do
+        exponent = exponent + longest.clamp(-_ROOM, _ROOM) - _ROOM / order
+    exponent = exponent.round().masked_fill(~exponent.isfinite(), 0.0)
     if q.dtype == torch.float16:  # whose range is small
         q = q.to(dtype)
-    assert spec.order is not None
-    return q * (-exponent).exp2().unsqueeze(-1).to(q.dtype), spec.order * math.log(2) * exponent
+    half = (exponent / 2).round()  # the whole factor may be beyond float32
+    for part in (half, exponent - half):
+        q = q * (-part).exp2().unsqueeze(-1).to(q.dtype)
+    return q, order * math.log(2) * exponent
+
+
+# Bits that powers of scores may take above 1; sums, values and D^order find room in the rest.
+_ROOM = 80.0
+
+
+def _log2_length(x: Tensor) -> Tensor:
+    """The binary logarithm of the lengths of rows, whose squares may be out of range."""
+    largest = x.abs().amax(-1)
+    return largest.log2() + 0.5 * math.log2(x.shape[-1])

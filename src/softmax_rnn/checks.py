@@ -20,6 +20,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
                 f"q, k and v must share dtype and device; q has {q.dtype} on {q.device}, "
                 f"{name} has {x.dtype} on {x.device}."
             )
+        if 0 in (x.shape[1], x.shape[3]):
+            raise ValueError(f"{name} must have heads and a width, not {_shape(x)}.")
         if x.shape[0] != q.shape[0]:
             raise ValueError(f"{name} has batch {x.shape[0]}, q has {q.shape[0]}.")
     if q.shape[3] != k.shape[3]:

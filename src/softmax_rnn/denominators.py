@@ -28,6 +28,7 @@ def row_sum(sums: RowSums, spec: AttentionSpec, v: Tensor) -> tuple[Tensor, Tens
     total, rest = _without_noise(sums, spec), None
     if rule.detached:
         total = total.detach()
+    size = total.detach().abs()  # of what is added up
     if rule.offset or rule.floor:
         unit = torch.ones_like(total)
         if scale is not None:
@@ -36,12 +37,15 @@ def row_sum(sums: RowSums, spec: AttentionSpec, v: Tensor) -> tuple[Tensor, Tens
                 total, scale = total * rest.exp(), scale - rest
             unit = (-scale).exp()
         if rule.offset:  # 0 times a unit may be 0 times infinity
-            total = total + rule.offset * unit
+            total, size = total + rule.offset * unit, size + rule.offset * unit
         if rule.floor:
             total = total.maximum(rule.floor * unit)
-    if not (spec.sign_definite or rule.floor) and sums.noise is None and v.numel():
-        least = SUM_GUARD * sums.numerator.detach().abs().amax(-1) / _largest(v, total)
-        least = least if rest is None else least * rest.exp()
+    if not (spec.sign_definite or rule.floor):
+        if sums.noise is None and v.numel():
+            least = SUM_GUARD * sums.numerator.detach().abs().amax(-1) / _largest(v, total)
+            least = least if rest is None else least * rest.exp()
+        else:  # a state has seen values that nobody knows
+            least = torch.finfo(size.dtype).eps * size
         total = torch.where(total.abs() < least, least * _sign(total), total)
     nothing = sums.weight_sum == 0  # no visible key, or no weight: 0 / 1
     return total.masked_fill(nothing & (total == 0), 1.0), rest

@@ -12,12 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from softmax_rnn.forms.first_order import differentiated
 from softmax_rnn.forms.row_sums import compute_dtype
 
 
 def _elu1(x: Tensor) -> Tensor:
     x = x.to(compute_dtype(x.dtype))
-    mapped: Tensor = _elu1_of(x) if torch.compiler.is_compiling() else _Elu1.apply(x)
+    if torch.compiler.is_compiling() or not differentiated(x):
+        return _elu1_of(x)
+    mapped: Tensor = _Elu1.apply(x)
     return mapped
 
 

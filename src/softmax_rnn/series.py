@@ -52,8 +52,8 @@ class PowerSeries(NamedTuple):
         if lower[-1]:
             result += lower[-1]
         # Memory is used again where no derivative needs what it held.
-        differentiated = result.requires_grad or unpack_dual(result).tangent is not None
-        reuse = None if differentiated else result
+        tracked = result.requires_grad or unpack_dual(result).tangent is not None
+        reuse = None if tracked else result
         for coefficient in reversed(lower[:-1]):
             # One fused pass: coefficient + result * x.
             result = torch.addcmul(x.new_tensor(coefficient), result, x, out=reuse)

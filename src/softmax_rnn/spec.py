@@ -162,15 +162,18 @@ class AttentionSpec:
     def is_quotient(self) -> bool:
         """Whether numerator and denominator scale alike, so that small weights still matter."""
         rule = self.row_sum
-        if rule is None:
-            return self.norm == "l2"
-        return not (rule.offset or rule.floor)
+        return self.norm == "l2" or (rule is not None and not (rule.offset or rule.floor))
 
     @property
-    def homogeneous(self) -> bool:
-        """Whether a factor of the queries is a factor of every weight: that factor's power."""
+    def scale_free(self) -> bool:
+        """Whether a factor of a row's scores changes nothing: one power, whose factor cancels."""
         one_power = self.series == "power" and (self.order or 0) > 1 and self.clamp is None
-        return one_power and self.feature_map in ("identity", "relu")
+        return one_power and self.feature_map in ("identity", "relu") and self.is_quotient
+
+    @property
+    def cancels(self) -> bool:
+        """Whether terms of the weights, monomials of features, have either sign."""
+        return self.feature_map in ("identity", "cosine") or self.score_scale(1) < 0
 
     @property
     def bounded(self) -> bool:

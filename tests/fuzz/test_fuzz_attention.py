@@ -90,7 +90,7 @@ def errors(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     else:
         powers = [(n + 1) * a for n, a in enumerate(series.coefficients)]
         doubts = PowerSeries(tuple(powers))(sizes)
-        if not spec.homogeneous:
+        if not spec.scale_free:
             doubts = doubts + 1e-30  # what is smaller may vanish
     shown = visible(q.shape[2], k.shape[2], case.causal, case.mask, q.device)
     if shown is not None:
@@ -169,6 +169,8 @@ def test_any_attention(drawn: tuple[Case, torch.dtype]) -> None:
                 f"{form}: row {row} is {out[row].tolist()}, not {expected['out'][row].tolist()}, "
                 f"within {float(error[row]):.2g}"
             )
-        if dtype == torch.float64 and (error < 1e-8 * size).all() and size.min() > 1e-6:
+        exact = (error < 1e-8 * size).all() and size.min() > 1e-6
+        cancels = case.spec.feature_map == "cosine" and case.tensors["q"].shape[-1] == 1
+        if dtype == torch.float64 and exact and not cancels:  # of numbers the unit vectors are +-1
             assert_close(found, expected, 1e-6, form)
             event("gradients compared")

@@ -150,8 +150,12 @@ def test_other_families_are_refused(family: str) -> None:
             "layer_types of the source must be None",
         ),
         (
-            lambda: LlamaForCausalLM(LlamaConfig(**WIDE, quantization_config={"bits": 4})),
-            r"quantization_config of the source must be None .* not \{'bits': 4\}",
+            lambda: untied(LlamaForCausalLM(LlamaConfig(**WIDE, tie_word_embeddings=True))),
+            "tie_word_embeddings of the source is True, but its lm_head does not share",
+        ),
+        (
+            lambda: integers(LlamaForCausalLM(LlamaConfig(**WIDE))),
+            r"must be in floating point, not \{'torch.int8'\}",
         ),
         (
             lambda: LlamaForCausalLM(LlamaConfig(**WIDE, attention_dropout=0.1)),
@@ -173,3 +177,24 @@ def test_other_families_are_refused(family: str) -> None:
 def test_what_is_no_llama_is_refused(source: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         from_llama(source())
+
+
+def untied(llama: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Its configuration says otherwise."""
+    llama.lm_head.weight = torch.nn.Parameter(torch.randn_like(llama.lm_head.weight))
+    return llama
+
+
+def integers(llama: LlamaForCausalLM) -> LlamaForCausalLM:
+    weight = llama.lm_head.weight.detach().to(torch.int8)
+    llama.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return llama
+
+
+def test_a_source_read_from_a_quantized_file() -> None:
+    """Its weights are in floating point; its configuration still tells of the file."""
+    llama = LlamaForCausalLM(LlamaConfig(**WIDE)).eval()
+    ids = torch.randint(0, 61, (1, 9))
+    expected = llama(ids).logits
+    llama.config.quantization_config = {"quant_method": "gguf"}
+    assert torch.equal(from_llama(llama)(ids).logits, expected)

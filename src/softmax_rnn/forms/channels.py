@@ -66,8 +66,8 @@ def _balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     largest = [x.detach().abs().flatten(1).amax(1) if x[0].numel() else None for x in (q, k)]
     if largest[0] is None or largest[1] is None:
         return q, k
-    ratio = (largest[0] / largest[1]).sqrt().log2().round().exp2()
-    ratio = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0)
+    exponent = ((largest[0].log2() - largest[1].log2()) / 2).round()
+    ratio = torch.where(exponent.isfinite(), exponent, 0.0).exp2()
     return q / ratio.view(-1, 1, 1, 1), k * ratio.view(-1, 1, 1)
 
 
@@ -112,6 +112,23 @@ def read_noise(q: Tensor, state: Tensor, terms: Terms, weights: Tensor) -> Tenso
     if terms.first:
         noise = noise * length**terms.first
     return (_ROUNDING * torch.finfo(q.dtype).eps * noise).to(q.dtype)
+
+
+def closer(noise: Tensor, weight_sum: Tensor, row: Tensor, features: Tensor) -> Tensor:
+    """The noise [N, L], where a sum seems lost in it by the products themselves, not their bound.
+
+    Args:
+        noise: as :func:`read_noise` gives it.
+        weight_sum: [N, L].
+        row: [N, rows], the weighted state of the weight sum.
+        features: [N, rows, L], the queries' monomials.
+    """
+    if not (weight_sum.abs() < noise).any():
+        return noise
+    wide = noise.dtype if noise.device.type == "mps" else torch.float64
+    products = row.to(wide).square().unsqueeze(1) @ features.to(wide).square()
+    exact = _ROUNDING * torch.finfo(noise.dtype).eps * products.squeeze(1).sqrt()
+    return noise.minimum(exact.to(noise.dtype))
 
 
 # Errors of so many products add up to some units in the last place.

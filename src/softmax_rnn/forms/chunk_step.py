@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softmax_rnn.forms.channels import Terms, read_noise
+from softmax_rnn.forms.channels import Terms, closer, read_noise
 from softmax_rnn.series import PowerSeries
 from softmax_rnn.spec import AttentionSpec
 from softmax_rnn.symmetric import (
@@ -99,7 +99,7 @@ def forward(
         keys: keys and their value channels, if there are any.
         seen: the state before, if there is one.
         after: where to write the state after the keys, if it is wanted.
-        weighs: whether the last channel is the sum of weights.
+        weighs: whether the last channel is a sum of weights that may cancel.
     """
     reads = [] if q is None or seen is None else [q]
     adds = [] if keys is None or after is None else [keys[0]]
@@ -111,7 +111,10 @@ def forward(
     if q is not None and seen is not None:
         weighted = of.weights * seen
         sums = _plus(sums, weighted, features[0])
-        noise = read_noise(q, seen, of.terms, of.weights) if weighs else None
+        if weighs:
+            noise = read_noise(q, seen, of.terms, of.weights)
+            if of.gathers is None:  # compiled steps cannot decide by what they find
+                noise = closer(noise, sums[:, -1], weighted[:, -1], features[0])
     if keys is not None and after is not None:
         added = keys[1], features[-1].mT
         torch.bmm(*added, out=after) if seen is None else torch.baddbmm(seen, *added, out=after)

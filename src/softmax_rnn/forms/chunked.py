@@ -62,7 +62,7 @@ def chunked(
     heads = max(1, k.shape[0] * k.shape[1])
     sizes = (spec, q.shape[2], k.shape[2], k.shape[3], v.shape[3])
     chunk = chunk_length(*sizes, heads=heads, groups=q.shape[1] // k.shape[1])
-    weighs = spec.row_sum is not None
+    weighs = spec.row_sum is not None and spec.cancels
     plan = _Plan(spec.series, degrees(spec)[1], weighs, causal, chunk, keep_state, differentiable)
     sums, after, noise, _ = _sums(qs, ks, vs, before, *plan)
     return from_columns(sums, spec, k, after if keep_state else None, noise if weighs else None)

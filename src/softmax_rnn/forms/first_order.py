@@ -6,6 +6,7 @@ from typing import Any, TypeVarTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 Tensors = TypeVarTuple("Tensors")
 
@@ -26,13 +27,19 @@ def first_order(*inputs: *Tensors) -> tuple[*Tensors]:
     Raises:
         NotImplementedError: from the derivative that is not there, naming the form that has it.
     """
-    if torch.compiler.is_compiling():
-        return inputs
     given = [x for x in inputs if isinstance(x, Tensor)]
+    if torch.compiler.is_compiling() or not any(map(differentiated, given)):
+        return inputs
     marked = iter(_FirstOrder.apply(*given))
     return cast(
         tuple[*Tensors], tuple(next(marked) if isinstance(x, Tensor) else x for x in inputs)
     )
+
+
+def differentiated(x: Tensor) -> bool:
+    """Whether a derivative by ``x`` may be asked for, in reverse or forward mode."""
+    backward = x.requires_grad and torch.is_grad_enabled()
+    return backward or unpack_dual(x).tangent is not None
 
 
 class _FirstOrder(torch.autograd.Function):

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from softmax_rnn.forms.channels import Terms, from_columns, read_noise, to_columns, uncompiled
+from softmax_rnn.forms.channels import (
+    Terms,
+    closer,
+    from_columns,
+    read_noise,
+    to_columns,
+    uncompiled,
+)
 from softmax_rnn.forms.first_order import first_order
 from softmax_rnn.forms.row_sums import RowSums, in_own_precision
 from softmax_rnn.series import PowerSeries
@@ -46,9 +53,12 @@ def recurrent(
     noises: list[Tensor] = []
 
     def read(queries: Tensor, seen: Tensor) -> None:  # of all heads that share a key
-        outs.append(seen @ (weights.unsqueeze(-1) * features(queries)))
-        if spec.row_sum is not None:
-            noises.append(read_noise(queries.detach(), seen.detach(), terms, weights))
+        columns = features(queries)
+        outs.append(seen @ (weights.unsqueeze(-1) * columns))
+        if spec.row_sum is not None and spec.cancels:
+            noise = read_noise(queries.detach(), seen.detach(), terms, weights)
+            found = outs[-1][:, -1].detach(), (weights * seen[:, -1]).detach(), columns.detach()
+            noises.append(closer(noise, *found))
 
     past = k.shape[2] - q.shape[2] if causal else k.shape[2]
     for token in range(k.shape[2]):

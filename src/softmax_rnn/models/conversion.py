@@ -21,7 +21,6 @@ _RULES = {
     "attention": Rule("softmax", lambda x: x is None or x == _SOFTMAX),  # of our own models
     "sliding_window": Rule("None (attention to all tokens)", lambda x: x is None),
     "layer_types": Rule("None (all layers alike)", lambda x: x is None),
-    "quantization_config": Rule("None (weights in floating point)", lambda x: x is None),
 }
 
 
@@ -47,7 +46,8 @@ def from_llama(llama: PreTrainedModel, attention: Any = "softmax") -> SoftmaxRNN
             raise ValueError(
                 f"from_llama: {key} of the source must be {rule.words}, not {shown(value)}."
             )
-    for key in ("architectures", "transformers_version"):
+    # What reads GGUF files leaves a quantization_config beside weights in floating point.
+    for key in ("architectures", "transformers_version", "quantization_config"):
         fields.pop(key, None)
     weights = llama.state_dict()
     with torch.device("meta"):
@@ -61,6 +61,16 @@ def from_llama(llama: PreTrainedModel, attention: Any = "softmax") -> SoftmaxRNN
             f"from_llama: the weights of this {type(llama).__name__} must be those of a "
             f"LlamaForCausalLM of its configuration; other are {', '.join(names[:5])}"
             f"{' and more' if len(names) > 5 else ''}."
+        )
+    tied = llama.lm_head.weight is llama.model.embed_tokens.weight
+    if tied != llama.config.tie_word_embeddings:
+        raise ValueError(
+            f"from_llama: tie_word_embeddings of the source is {not tied}, but its lm_head "
+            f"{'shares' if tied else 'does not share'} the weight of its embeddings."
+        )
+    if kinds := {str(x.dtype) for x in weights.values() if not x.is_floating_point()}:
+        raise ValueError(
+            f"from_llama: the weights of the source must be in floating point, not {kinds}."
         )
     model = SoftmaxRNNForCausalLM(SoftmaxRNNConfig(attention=attention, **fields))
     model.load_state_dict(weights, strict=False)  # a variant's own are not among them
