@@ -60,7 +60,7 @@ def _draw_shares(figure: Figure, axes: Sequence[Axes], analysis: Analysis) -> No
             shares = np.full_like(shares, np.nan)
             words = (
                 f"Not drawn: every share up to\npower {analysis.order} is below 1e{_SHOWN:g}. "
-                f"The largest\nterms of a score of {largest:,.0f} are\nnear that power."
+                f"The largest\nterms of a score of {largest:,.0f} are\nnear power {largest:,.0f}."
             )
             ax.text(0.5, 0.5, words, transform=ax.transAxes, ha="center", va="center")
         image = ax.imshow(

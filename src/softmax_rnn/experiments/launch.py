@@ -75,7 +75,8 @@ class LocalLauncher:
         self.slots = list(itertools.islice(itertools.cycle(gpus or [None]), workers))
 
     def __str__(self) -> str:
-        return f"{_environment(self.threads, None)['OMP_NUM_THREADS']} threads each"
+        threads = _environment(self.threads, None)["OMP_NUM_THREADS"]
+        return f"{threads} thread{'' if threads == '1' else 's'} each"
 
     def start(self, run: PlannedRun, root: Path, slot: str | None) -> Job:
         """Start one configuration in a process of its own."""
