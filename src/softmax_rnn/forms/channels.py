@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar, cast
@@ -85,6 +86,7 @@ class Terms(NamedTuple):
     roots: tuple[float, ...]
 
     @classmethod
+    @functools.lru_cache(maxsize=64)
     def of(cls, spec: AttentionSpec, width: int) -> Terms:
         """Those of a spec."""
         first, last = degrees(spec)
