@@ -51,9 +51,14 @@ def cases(draw: st.DrawFn) -> tuple[Case, torch.dtype]:
     )
     largest = 1e3 if dtype == torch.float16 else math.inf
     sizes = {name: min(draw(st.sampled_from(SIZES)), largest) for name in "qkv"}
+    if draw(st.booleans()):  # tokens of unlike sizes
+        spread = torch.linspace(-3, 3, shape.keys, dtype=torch.float64)
+        spread = spread[torch.randperm(shape.keys, generator=torch.Generator().manual_seed(0))]
+        case.tensors["k"].mul_(10 ** spread.unsqueeze(-1))
     tensors = {
         name: (x * sizes.get(name, 1.0)).to(dtype).double() for name, x in case.tensors.items()
     }
+    tensors = {name: x.clamp(-largest * 10, largest * 10) for name, x in tensors.items()}
     upstream = case.upstream.to(dtype).double()
     layout = draw(layouts())
     return dataclasses.replace(case, tensors=tensors, upstream=upstream, layouts=layout), dtype
