@@ -217,7 +217,7 @@ def test_damage_is_found_and_named(rows: Path, tmp_path: Path) -> None:
 def test_what_was_found_well_is_not_read_again(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in somebody else's folder, where that cannot be noted."""
+    """Also in a read-only folder, where that cannot be recorded."""
     made = prepare(str(rows), byte_tokenizer(), cache=tmp_path, **SMALL)
     read: list[str] = []
     check = PreparedCorpus._check_hashes

@@ -127,7 +127,7 @@ class PreparedCorpus:
         self._check_hashes(list(later))
         self._well.update({path: at for (path, _, _), at in later.items()})
         if later:
-            with contextlib.suppress(OSError):  # somebody else's folder: others look again
+            with contextlib.suppress(OSError):  # read-only: others check again
                 manifest.touch()
 
     def _check_hashes(

@@ -216,4 +216,4 @@ def is_prepared(corpus: str) -> bool:
     try:
         return "end_of_text" in json.loads(manifest.read_text(encoding="utf-8"))
     except (ValueError, TypeError, RecursionError):
-        return False  # a file of that name among somebody's texts
+        return False  # another file of that name, among the texts

@@ -39,10 +39,8 @@ def recurrent(
     qs, ks, vs, seen = first_order(*to_columns(q, k, v, spec, mask, state, keep_state))
     degree, series = degrees(spec)[1], PowerSeries.of(spec)
     rows = state_rows(spec, q.shape[-1])
-    terms, weights = (
-        Terms.of(spec, q.shape[-1]),
-        row_weights(spec, q.shape[-1], qs.dtype, qs.device),
-    )
+    terms = Terms.of(spec, q.shape[-1])
+    weights = row_weights(spec, q.shape[-1], qs.dtype, qs.device)
     if seen is None:
         seen = vs.new_zeros(*vs.shape[:2], rows)
 

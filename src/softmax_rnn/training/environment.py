@@ -61,7 +61,7 @@ def _commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", __file__)  # else the repository is somebody else's
+        git("ls-files", "--error-unmatch", __file__)  # else the repository is another project's
         commit = git("rev-parse", "HEAD")
         changed = git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
