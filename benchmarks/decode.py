@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from benchmarks import measure
 from benchmarks.llama import PRESET, VOCABULARY, models, run_config, tokens
 from benchmarks.targets import judge
-from softmax_rnn.cache import RecurrentCache
+from softmax_rnn.models.cache import RecurrentCache
 
 VARIANTS = ["softmax", "taylor:2", "linear_elu"]
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from softmax_rnn.files import file_aside
+from softmax_rnn._utils.files import file_aside
 from softmax_rnn.report.style import LOOK, style
 
 Result = Mapping[str, Any]

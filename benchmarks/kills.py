@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from softmax_rnn.cli import main as command_line
-from softmax_rnn.files import write_json
+from softmax_rnn._utils.files import write_json
+from softmax_rnn.cli.main import main as command_line
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.checkpoint import MANIFEST
 from softmax_rnn.training.folder import RunFolder
@@ -52,7 +52,7 @@ def start(
         environment: variables besides those of this process.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["softmax_rnn.cli"])
+    context.set_forkserver_preload(["softmax_rnn.cli.main"])
     variables = {**os.environ, **(environment or {})}
     process = context.Process(target=_work, args=(words, log, before, variables))
     process.start()

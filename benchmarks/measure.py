@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from softmax_rnn.files import write_json
+from softmax_rnn._utils.files import write_json
 from softmax_rnn.training.environment import environment
 from softmax_rnn.training.matmul import widest_float32_products
 

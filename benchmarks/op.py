@@ -24,8 +24,8 @@ import softmax_rnn as sr
 from benchmarks import measure
 from benchmarks.contestants import CHUNKS, Contestant, contestants, installed
 from benchmarks.targets import judge
-from softmax_rnn.dispatch import FORMS, choose
-from softmax_rnn.symmetric import state_rows
+from softmax_rnn.ops.dispatch import FORMS, choose
+from softmax_rnn.ops.monomials import state_rows
 
 LENGTHS = {
     "cpu": (512, 1024, 2048, 4096, 8192),

@@ -30,7 +30,7 @@ from torch import Tensor
 import softmax_rnn as sr
 from benchmarks import measure
 from benchmarks.measure import Work, peak_extra_bytes, ratios, seconds, summary, synchronize
-from softmax_rnn.cost import blocked_cost, chunked_cost
+from softmax_rnn.ops.cost import blocked_cost, chunked_cost
 
 # (heads, length, width, order, speed-up expected); memory at most 1/20 at each.
 AGAINST_RUNNING_STATES = ((4, 2048, 8, 4, 8.0), (4, 2048, 16, 2, 12.0), (1, 1024, 64, 2, 100.0))

@@ -17,7 +17,7 @@ from benchmarks.figures import draw_decode, draw_op
 from benchmarks.measure import FORMAT, RESULTS, spread
 from benchmarks.targets import TARGETS, judge
 
-from softmax_rnn.files import write_text
+from softmax_rnn._utils.files import write_text
 from softmax_rnn.report import markdown
 from softmax_rnn.report.markdown import table
 

@@ -10,9 +10,9 @@ import torch
 from matplotlib.figure import Figure
 
 import softmax_rnn as sr
-from softmax_rnn.files import write_text
+from softmax_rnn._utils.files import write_text
+from softmax_rnn.ops.monomials import cumulative_dimension
 from softmax_rnn.report import markdown
-from softmax_rnn.symmetric import cumulative_dimension
 
 HERE = Path(__file__).parent
 WIDTHS, ORDERS, RADII = (8, 16, 32, 64, 128), range(1, 7), (1.0, 2.0, 5.0)

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pandas as pd
 
+from softmax_rnn._utils.files import write_text
 from softmax_rnn.experiments.claims import judge, verdict_table
 from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.experiments.plan import Experiment
 from softmax_rnn.experiments.reproduce import draw, finished_runs
 from softmax_rnn.experiments.scales import SCALES
-from softmax_rnn.files import write_text
 from softmax_rnn.report import markdown
 from softmax_rnn.report.table import difference_text, results
 from softmax_rnn.training.folder import RunFolder

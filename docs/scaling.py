@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from softmax_rnn._utils.files import write_text
 from softmax_rnn.experiments.costs import GPUS, UTILISATION, Cost, cost
-from softmax_rnn.files import write_text
 from softmax_rnn.report import markdown
 from softmax_rnn.report.markdown import table
 from softmax_rnn.training.config import RunConfig

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import softmax_rnn as sr
-from softmax_rnn.dispatch import FORMS
+from softmax_rnn.ops.dispatch import FORMS
 
 MASKS = ("none", "padding", "full")
 

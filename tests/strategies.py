@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import strategies as st
 
 from cases import LAYOUTS
-from softmax_rnn.spec import AttentionSpec
+from softmax_rnn.ops.spec import AttentionSpec
 
 
 def layouts() -> st.SearchStrategy[dict[str, str]]:

@@ -1,19 +1,36 @@
-"""Softmax attention as a sum of RNNs: one specification, several exact forms, fair comparison."""
+"""Softmax attention as a sum of RNNs: one specification, several exact forms, fair comparison.
 
-from softmax_rnn.attention import attention
-from softmax_rnn.cache import RecurrentCache
-from softmax_rnn.cost import crossover
-from softmax_rnn.dispatch import forms
-from softmax_rnn.models import SoftmaxRNNConfig, SoftmaxRNNForCausalLM
-from softmax_rnn.series import order_for, remainder_bound
-from softmax_rnn.spec import AttentionSpec
-from softmax_rnn.state import State
-from softmax_rnn.stream import Stream
-from softmax_rnn.symmetric import state_size
-from softmax_rnn.variants import variant, variants
-from softmax_rnn.version import __version__
+The names of the operation are imported at once and need torch and numpy alone. Those that stand on
+Hugging Face's transformers are imported when they are first used (PEP 562).
+"""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from softmax_rnn.ops.cost import crossover
+from softmax_rnn.ops.dispatch import forms
+from softmax_rnn.ops.layer import Attention
+from softmax_rnn.ops.monomials import state_size
+from softmax_rnn.ops.operation import attention
+from softmax_rnn.ops.series import order_for, remainder_bound
+from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.state import State
+from softmax_rnn.ops.stream import Stream
+from softmax_rnn.ops.variants import variant, variants
+
+if TYPE_CHECKING:
+    from softmax_rnn.models import (
+        RecurrentCache,
+        SoftmaxRNNConfig,
+        SoftmaxRNNForCausalLM,
+        from_llama,
+    )
+
+__version__ = "0.1.0"
 __all__ = [
+    "Attention",
     "AttentionSpec",
     "RecurrentCache",
     "SoftmaxRNNConfig",
@@ -24,9 +41,21 @@ __all__ = [
     "attention",
     "crossover",
     "forms",
+    "from_llama",
     "order_for",
     "remainder_bound",
     "state_size",
     "variant",
     "variants",
 ]
+_OF_MODELS = ("RecurrentCache", "SoftmaxRNNConfig", "SoftmaxRNNForCausalLM", "from_llama")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_MODELS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("softmax_rnn.models"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import softmax_rnn as sr
-from softmax_rnn import layer as layer_module
 from softmax_rnn.analysis import Analysis, analyze, analyze_checkpoint, draw, terms, write
 from softmax_rnn.data import TokenBlocks
 from softmax_rnn.data.tokenizer import byte_tokenizer
+from softmax_rnn.ops import layer as layer_module
 from softmax_rnn.training import train
 from softmax_rnn.training.run import load_corpus
 from test_modeling import TINY, build

@@ -22,9 +22,9 @@ from softmax_rnn.experiments.claims import (
     verdict_table,
 )
 from softmax_rnn.experiments.figures import FIGURES
+from softmax_rnn.ops.variants import resolve
 from softmax_rnn.training.folder import RunFolder, append_row
 from softmax_rnn.training.spikes import loss_spikes
-from softmax_rnn.variants import resolve
 
 
 def runs_of(

@@ -20,7 +20,7 @@ import softmax_rnn.experiments.compare as compare_module
 import softmax_rnn.experiments.launch as launch_module
 from failing import fail_in_one
 from processes import at_step
-from softmax_rnn.errors import ExitCode
+from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn.experiments import compare_configs, run_all
 from softmax_rnn.experiments.compare import RunsFailedError
 from softmax_rnn.experiments.launch import ClusterLauncher, _ClusterJob, _Training, launcher

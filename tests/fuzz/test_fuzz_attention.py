@@ -18,10 +18,10 @@ from torch import Tensor
 import softmax_rnn as sr
 from cases import MASKS, Case, Shape, assert_close, make_case
 from fuzzing import fuzzed, time_limit
-from softmax_rnn.feature_maps import FEATURE_MAPS
-from softmax_rnn.forms.row_sums import compute_dtype, visible, visible_count
-from softmax_rnn.norms import NORM_EPS
-from softmax_rnn.series import PowerSeries
+from softmax_rnn.ops.feature_maps import FEATURE_MAPS
+from softmax_rnn.ops.forms.row_sums import compute_dtype, visible, visible_count
+from softmax_rnn.ops.norms import NORM_EPS
+from softmax_rnn.ops.series import PowerSeries
 from strategies import layouts, specs, widths
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzzing import fuzzed, snapshot, time_limit
-from softmax_rnn import commands
-from softmax_rnn.cli import main
+from softmax_rnn.cli import commands
+from softmax_rnn.cli.main import main
 
 LINES = [
     ["train", "--attention", "norm", "--steps", "10", "--seed", "3", "--out", "new"],

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from fuzzing import damaged, fuzzed, mutated, outcome, time_limit
 from made_up import made_up
-from softmax_rnn import commands
-from softmax_rnn.cli import main
+from softmax_rnn.cli import commands
+from softmax_rnn.cli.main import main
 from softmax_rnn.training import RunConfig, train
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.trainer import SpecTrainer

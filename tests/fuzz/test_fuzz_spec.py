@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fuzzing import fuzzed, mutated, outcome, time_limit
 from softmax_rnn import AttentionSpec, forms, variant, variants
-from softmax_rnn.series import PowerSeries
-from softmax_rnn.variants import FAMILIES
+from softmax_rnn.ops.series import PowerSeries
+from softmax_rnn.ops.variants import FAMILIES
 
 SPECS = [spec.to_dict() for spec in variants().values()]
 

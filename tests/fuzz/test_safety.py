@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from softmax_rnn.models.generation import generate
 
 import softmax_rnn
 from softmax_rnn.analysis import analyze_checkpoint
 from softmax_rnn.data import load_tokenizer
 from softmax_rnn.data.tokenizer import byte_tokenizer
-from softmax_rnn.generation import generate
 from softmax_rnn.models import SoftmaxRNNConfig, SoftmaxRNNForCausalLM
 from softmax_rnn.models.loading import load_model
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from made_up import made_up
 from softmax_rnn.experiments.figures import FIGURES
+from softmax_rnn.ops.variants import variant, variants
 from softmax_rnn.report import find_runs, report
 from softmax_rnn.report.curves import curves
 from softmax_rnn.report.figure import log_limits
@@ -25,7 +26,6 @@ from softmax_rnn.report.html import Place, page
 from softmax_rnn.report.style import style
 from softmax_rnn.report.table import cells, results, rich_table
 from softmax_rnn.training.folder import RunFolder
-from softmax_rnn.variants import variant, variants
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from processes import Case, at_step, ended
+from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn.data import load_tokenizer, prepare
-from softmax_rnn.errors import ExitCode
 from softmax_rnn.training.folder import RunFolder
 from tiny import tiny
 

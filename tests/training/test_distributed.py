@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from processes import Case, ended
-from softmax_rnn.errors import ExitCode
+from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn.training.folder import RunFolder
 from test_together import two
 

@@ -25,7 +25,7 @@ import softmax_rnn.data.encoding as encoding
 import softmax_rnn.data.preparation as preparation
 import softmax_rnn.training.stopping as stopping
 from processes import NO_MOUNT, Case, at_batch, at_step, difference, ended, fill, half, kill, mount
-from softmax_rnn.errors import ExitCode
+from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.trainer import SpecTrainer
 

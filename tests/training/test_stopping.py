@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import softmax_rnn.training.stopping as stopping
-from softmax_rnn.errors import ExitCode
+from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn.training.stopping import RunStopped, StopRequest, foremost, seconds
 from tiny import tiny
 

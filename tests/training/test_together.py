@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from processes import Case, at_step, difference, ended, kill, killed, start
-from softmax_rnn.errors import ExitCode
+from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn.training.folder import RunFolder
 
 FINISHED, FAILED, WRONG, STOPPED, _ = ExitCode

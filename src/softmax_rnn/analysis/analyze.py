@@ -25,14 +25,14 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from softmax_rnn._utils.files import write_json, write_text
 from softmax_rnn.analysis.terms import PERCENTILE, LayerTerms
 from softmax_rnn.data import TokenBlocks
-from softmax_rnn.files import write_json, write_text
-from softmax_rnn.generation import model_folder
-from softmax_rnn.layer import Attention
 from softmax_rnn.models.loading import load_model
-from softmax_rnn.spec import AttentionSpec
+from softmax_rnn.ops.layer import Attention
+from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.training import RunConfig
+from softmax_rnn.training.checkpoint import model_folder
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.run import load_corpus
 
@@ -134,7 +134,7 @@ def analyze(
     computes it, here or anywhere.
 
     Args:
-        model: a model of this package; any with :class:`softmax_rnn.layer.Attention` modules.
+        model: a model of this package; any with :class:`softmax_rnn.ops.layer.Attention` modules.
         ids: token ids [N, T].
         mask: [N, T], 0 where a token is padding, which is neither query nor key; ``None`` if none
             is.

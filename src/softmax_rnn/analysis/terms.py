@@ -9,11 +9,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from softmax_rnn.feature_maps import FEATURE_MAPS
-from softmax_rnn.forms.row_sums import compute_dtype
-from softmax_rnn.layer import Attention
-from softmax_rnn.series import MAX_RADIUS, order_for
-from softmax_rnn.spec import AttentionSpec
+from softmax_rnn.ops.feature_maps import FEATURE_MAPS
+from softmax_rnn.ops.forms.row_sums import compute_dtype
+from softmax_rnn.ops.layer import Attention
+from softmax_rnn.ops.series import MAX_RADIUS, order_for
+from softmax_rnn.ops.spec import AttentionSpec
 
 PERCENTILE = 99
 _LEAST_SUM = 1e-6  # what a partial sum that crosses zero is taken for

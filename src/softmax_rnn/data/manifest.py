@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from softmax_rnn._utils.rules import HASH, MAPPING, NUMBER, TEXT, Rule, require, whole, wrong
 from softmax_rnn.data.corpus import CorpusError
-from softmax_rnn.rules import HASH, MAPPING, NUMBER, TEXT, Rule, require, whole, wrong
 
 FORMAT = 2  # raise it when the files change
 SPLITS = ("train", "test")

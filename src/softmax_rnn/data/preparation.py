@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from softmax_rnn._utils.files import write_json
 from softmax_rnn.data.corpus import CorpusError
 from softmax_rnn.data.draws import held_out
 from softmax_rnn.data.encoding import Encoded, Encoder, chunks, encode_all
@@ -21,7 +22,6 @@ from softmax_rnn.data.manifest import SPLITS, split_hash
 from softmax_rnn.data.progress import Progress
 from softmax_rnn.data.shards import Journal, read_sealed, write_sealed
 from softmax_rnn.data.source import Part, Source
-from softmax_rnn.files import write_json
 
 # A corpus with less text is split when all of it is known: the share of its documents is exact,
 # and with few of them passages of the token stream are held out in their place.

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from softmax_rnn._utils.files import write_json
 from softmax_rnn.data.manifest import SPLITS, sha256, shard_name
-from softmax_rnn.files import write_json
 
 
 class _Shard:

@@ -23,16 +23,16 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from softmax_rnn.errors import ExitCode
+from softmax_rnn._utils.errors import ExitCode
+from softmax_rnn._utils.files import make_writable
 from softmax_rnn.experiments.launch import Job, Launcher, launcher
 from softmax_rnn.experiments.run import PlannedRun, require_different
-from softmax_rnn.files import make_writable
-from softmax_rnn.spec import AttentionSpec
+from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.variants import resolve
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.run import load_blocks
 from softmax_rnn.training.stopping import RunStopped, StopRequest
-from softmax_rnn.variants import resolve
 
 _POLL_SECONDS = 0.5
 _STOPPED = ExitCode.STOPPED

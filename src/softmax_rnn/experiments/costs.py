@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from softmax_rnn.errors import unknown
+from softmax_rnn._utils.errors import unknown
 from softmax_rnn.models import SoftmaxRNNForCausalLM
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.run import model_config

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from softmax_rnn.errors import ExitCode, unknown
+from softmax_rnn._utils.errors import ExitCode, unknown
 from softmax_rnn.experiments.run import PlannedRun, config_file, log_file
 from softmax_rnn.training import train
 from softmax_rnn.training.config import RunConfig

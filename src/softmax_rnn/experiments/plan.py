@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from softmax_rnn.errors import unknown
+from softmax_rnn._utils.errors import unknown
 from softmax_rnn.experiments.run import PlannedRun, require_different
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder

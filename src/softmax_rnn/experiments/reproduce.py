@@ -12,13 +12,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from softmax_rnn._utils.files import write_text
 from softmax_rnn.experiments.claims import judge, verdict_table
 from softmax_rnn.experiments.compare import run_all
 from softmax_rnn.experiments.costs import UTILISATION, bytes_text, cost, count_text, hours_text
 from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.experiments.plan import Experiment, Scale, by_name, planned
 from softmax_rnn.experiments.scales import SCALES
-from softmax_rnn.files import write_text
 from softmax_rnn.report.check import check_run
 from softmax_rnn.report.grid import Column, draw_curves, draw_orders
 from softmax_rnn.report.html import Place, page

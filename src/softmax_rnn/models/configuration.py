@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import AutoConfig, LlamaConfig
 
-from softmax_rnn.errors import unknown
-from softmax_rnn.spec import AttentionSpec
-from softmax_rnn.variants import resolve
+from softmax_rnn._utils.errors import unknown
+from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.variants import resolve
 
 # The paper's sizes (appendix D; `deep` is in the authors' code alone) and one for a laptop.
 SIZES: dict[str, dict[str, int]] = {

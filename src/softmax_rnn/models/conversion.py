@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from softmax_rnn._utils.rules import Rule, shown
 from softmax_rnn.models.configuration import SoftmaxRNNConfig
 from softmax_rnn.models.modeling import SoftmaxRNNForCausalLM
-from softmax_rnn.rules import Rule, shown
-from softmax_rnn.variants import resolve
+from softmax_rnn.ops.variants import resolve
 
 _SOFTMAX = resolve("softmax").to_dict()
 _SOURCES = ("llama", "mistral", SoftmaxRNNConfig.model_type)

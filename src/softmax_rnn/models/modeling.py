@@ -18,8 +18,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaPreTrainedModel,
 )
 
-from softmax_rnn.cache import RecurrentCache, recurrent_bytes
-from softmax_rnn.layer import Attention
+from softmax_rnn.models.attention import LlamaAttention
+from softmax_rnn.models.cache import RecurrentCache, recurrent_bytes
 from softmax_rnn.models.configuration import MASKING, SoftmaxRNNConfig
 
 
@@ -34,7 +34,7 @@ class SoftmaxRNNPreTrainedModel(LlamaPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, Attention):
+        if isinstance(module, LlamaAttention):
             module.reset_parameters()
 
 
@@ -44,7 +44,7 @@ class SoftmaxRNNModel(SoftmaxRNNPreTrainedModel, LlamaModel):
     def __init__(self, config: SoftmaxRNNConfig) -> None:
         super().__init__(config)
         for index, layer in enumerate(self.layers):
-            layer.self_attn = Attention(
+            layer.self_attn = LlamaAttention(
                 config.hidden_size,
                 config.num_attention_heads,
                 config.spec,

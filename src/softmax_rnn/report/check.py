@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from softmax_rnn.rules import POSITIVE, require, whole, wrong
+from softmax_rnn._utils.rules import POSITIVE, require, whole, wrong
 from softmax_rnn.training.folder import RunFolder
 
 _SUMMARY = {

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from softmax_rnn.files import file_aside
+from softmax_rnn._utils.files import file_aside
 from softmax_rnn.report.curves import Curve, curves, note
 from softmax_rnn.report.style import LOOK, style
 from softmax_rnn.training.folder import RunFolder

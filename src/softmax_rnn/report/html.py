@@ -14,11 +14,11 @@ from jinja2 import Environment, PackageLoader
 from numpy.typing import NDArray
 from plotly.offline import get_plotlyjs
 
+from softmax_rnn._utils.plain_yaml import format_yaml
 from softmax_rnn.report.curves import Curve, curves, mean_curve, note, windows
 from softmax_rnn.report.figure import log_limits
 from softmax_rnn.report.style import style
 from softmax_rnn.report.table import by_variant, cells, interval_note, label
-from softmax_rnn.rules import format_yaml
 from softmax_rnn.training.folder import RunFolder
 
 # A training curve has at most so many points, which is what a screen shows.

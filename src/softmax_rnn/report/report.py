@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from softmax_rnn.files import make_writable, write_text
+from softmax_rnn._utils.files import make_writable, write_text
 from softmax_rnn.report.check import check_run
 from softmax_rnn.report.figure import draw
 from softmax_rnn.report.html import Place, page

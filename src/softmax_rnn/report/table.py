@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from rich import box
 from rich.table import Table
 
+from softmax_rnn.ops.variants import variants
 from softmax_rnn.report.statistics import BLOCKS_ONLY, Difference, paired_difference
 from softmax_rnn.training.folder import RunFolder, differences
-from softmax_rnn.variants import variants
 
 REFERENCE = "softmax"
 # Fields of a summary that are shown where they are not 0, and their titles.

@@ -7,7 +7,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from softmax_rnn.files import sync, write_json
+from softmax_rnn._utils.files import sync, write_json
+from softmax_rnn.training.callbacks import notice
+from softmax_rnn.training.folder import RunFolder
 
 MANIFEST = "manifest.json"
 
@@ -73,6 +75,39 @@ def newest_whole(checkpoints: Sequence[Path]) -> tuple[Path | None, dict[str, st
             "or remove them all to start from the first step."
         )
     return None, skipped
+
+
+def model_folder(path: Path) -> Path:
+    """The folder of a saved model: ``path`` itself, or a run's newest whole checkpoint.
+
+    Raises:
+        FileNotFoundError: if there is no model in the folder.
+        ValueError: if ``path`` is a damaged checkpoint.
+        CheckpointError: if all checkpoints of a run are damaged.
+    """
+    if (path / "config.json").exists():
+        run = RunFolder(path.parent)
+        sealed = path in run.checkpoints or (path / MANIFEST).exists()
+        if run.exists and sealed and (wrong := damage(path)):
+            raise ValueError(f"{path} is damaged: {wrong}.")
+        return path
+    run = RunFolder(path)
+    while checkpoints := run.checkpoints:
+        if not run.exists:  # another trainer's: nothing says what was written
+            return checkpoints[-1]
+        try:
+            found, left_out = newest_whole(checkpoints)
+        except CheckpointError:
+            if any(checkpoint.exists() for checkpoint in checkpoints):
+                raise
+            continue  # the run has replaced them meanwhile
+        for name, wrong in left_out.items():
+            notice(f"{name} is left out: {wrong}.")
+        assert found is not None
+        return found
+    raise FileNotFoundError(
+        f"{path} holds no model: neither config.json nor a checkpoint-N folder."
+    )
 
 
 def _sha256(path: Path) -> str:

@@ -11,12 +11,13 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from softmax_rnn.errors import require_choice, unknown
-from softmax_rnn.files import write_text
+from softmax_rnn._utils.errors import require_choice, unknown
+from softmax_rnn._utils.files import write_text
+from softmax_rnn._utils.plain_yaml import format_yaml, parse_yaml
+from softmax_rnn._utils.rules import NUMBER, shown
 from softmax_rnn.models.configuration import SIZES
-from softmax_rnn.rules import NUMBER, format_yaml, parse_yaml, shown
-from softmax_rnn.spec import AttentionSpec
-from softmax_rnn.variants import resolve
+from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.variants import resolve
 
 Precision = Literal["auto", "fp32", "bf16"]
 Packing = Literal["blocks", "documents"]

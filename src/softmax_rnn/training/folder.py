@@ -32,10 +32,10 @@ import pandas as pd
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
+from softmax_rnn._utils.files import file_aside, make_writable, sync, write_json, writing
+from softmax_rnn._utils.rules import MAPPING, POSITIVE, TEXT, Rule, require, whole
 from softmax_rnn.data.manifest import SPLITS
-from softmax_rnn.files import file_aside, make_writable, sync, write_json, writing
-from softmax_rnn.rules import MAPPING, POSITIVE, TEXT, Rule, require, whole
-from softmax_rnn.spec import AttentionSpec
+from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.training.config import RunConfig
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")

@@ -11,6 +11,7 @@ from accelerate.utils import broadcast_object_list  # type: ignore[import-untype
 from transformers import default_data_collator
 from transformers.utils import logging as transformers_logging
 
+from softmax_rnn._utils.files import remove_leftovers, write_json
 from softmax_rnn.data import (
     DocumentRows,
     PreparedCorpus,
@@ -20,7 +21,6 @@ from softmax_rnn.data import (
     prepare,
     progress_bar,
 )
-from softmax_rnn.files import remove_leftovers, write_json
 from softmax_rnn.models import SoftmaxRNNConfig, SoftmaxRNNForCausalLM, initialize
 from softmax_rnn.training.callbacks import notice
 from softmax_rnn.training.checkpoint import newest_whole

@@ -19,8 +19,8 @@ from torch.utils.data import SequentialSampler
 from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from softmax_rnn._utils.files import write_json
 from softmax_rnn.data import PreparedCorpus, Rows
-from softmax_rnn.files import write_json
 from softmax_rnn.models import SoftmaxRNNForCausalLM
 from softmax_rnn.training.callbacks import Checkpoints, MetricRows, ProgressBar, notice
 from softmax_rnn.training.checkpoint import CheckpointError, seal

@@ -1,0 +1,1 @@
+"""What every part stands on: files, messages, plain data."""

@@ -1,0 +1,140 @@
+"""Text from a trained model, as it comes, and what its cache costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.filesize import decimal
+from transformers import TextStreamer, set_seed
+from transformers.cache_utils import Cache, DynamicCache
+
+from softmax_rnn._utils.errors import require_choice
+from softmax_rnn.data import load_tokenizer
+from softmax_rnn.models import SoftmaxRNNForCausalLM
+from softmax_rnn.models.cache import RecurrentCache, key_value_bytes, recurrent_bytes
+from softmax_rnn.models.loading import load_model
+from softmax_rnn.training.checkpoint import model_folder
+
+CACHES = ("auto", "recurrent", "key-value", "none")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was generated, and with what.
+
+    Attributes:
+        text: the new text, without the prompt.
+        tokens: number of tokens seen, prompt and new.
+        cache: ``recurrent``, ``key-value`` or ``none``.
+        recurrent_bytes: size of a recurrent cache; ``None`` for a spec that has none.
+        key_value_bytes: size of a key/value cache after ``tokens`` tokens.
+        meet: the number of tokens from which the recurrent one is the smaller; ``None`` as above.
+    """
+
+    text: str
+    tokens: int
+    cache: str
+    recurrent_bytes: int | None
+    key_value_bytes: int
+    meet: int | None
+
+    def __str__(self) -> str:
+        """The cache used and both sizes, in a line."""
+        sizes = f"key/value cache {decimal(self.key_value_bytes)} after {self.tokens} tokens"
+        if self.recurrent_bytes is None:
+            return f"cache: {self.cache}; {sizes}; this attention has no recurrent form"
+        return (
+            f"cache: {self.cache}; recurrent cache {decimal(self.recurrent_bytes)} at any length, "
+            f"{sizes}; the recurrent one is smaller from {self.meet:,} tokens"
+        )
+
+
+def generate(
+    checkpoint: Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    cache: str = "auto",
+    streamed: bool = False,
+) -> Generation:
+    """Continue a prompt.
+
+    Args:
+        checkpoint: a run's folder (its newest whole checkpoint is taken), or a saved model's.
+        prompt: the text to continue; it must give at least one token.
+        max_new_tokens: at most this many; the end-of-text token stops earlier.
+        temperature: of sampling; 0 takes the likeliest token.
+        top_k: sample among this many likeliest tokens only.
+        seed: of sampling.
+        cache: ``auto`` (recurrent for a finite series, unless its states outweigh the model),
+            ``recurrent``, ``key-value`` or ``none``.
+        streamed: whether to print the text as it comes.
+
+    Raises:
+        FileNotFoundError: if there is no model in the folder.
+        ValueError: for an option outside its range, a recurrent cache for an attention that has
+            none, or a damaged checkpoint.
+    """
+    require_choice("cache", cache, CACHES)
+    if temperature < 0:
+        raise ValueError(f"temperature must be >= 0, not {temperature!r}.")
+    if top_k is not None and (top_k < 1 or not temperature):
+        raise ValueError(
+            f"top_k={top_k!r} must be at least 1, and it takes a temperature above 0 (here "
+            f"{temperature!r})."
+        )
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be >= 1, not {max_new_tokens!r}.")
+    folder = model_folder(checkpoint)
+    model = load_model(folder).eval()
+    tokenizer = load_tokenizer(str(folder), local=True)
+    if not isinstance(model, SoftmaxRNNForCausalLM):
+        raise ValueError(f"{folder} holds a {type(model).__name__}, not one of this package.")
+    # As in training, where documents begin with their text alone.
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    if not inputs["input_ids"].shape[1]:
+        raise ValueError(f"The prompt {prompt!r} gives no token; start with some text.")
+    used = _cache(model, cache)
+    options: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        options |= {"temperature": temperature, "top_k": top_k or 0}
+    set_seed(seed)
+    eos = tokenizer.eos_token_id
+    ids = model.generate(
+        **inputs,
+        **options,
+        max_new_tokens=max_new_tokens,
+        past_key_values=used,
+        use_cache=used is not None,
+        pad_token_id=eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        streamer=TextStreamer(tokenizer, skip_special_tokens=True) if streamed else None,
+    )
+    prompted, tokens = inputs["input_ids"].shape[1], ids.shape[1]
+    states = recurrent_bytes(model.config, model.dtype)
+    per_token = key_value_bytes(model.config, model.dtype, 1)
+    return Generation(
+        text=tokenizer.decode(ids[0, prompted:], skip_special_tokens=True),
+        tokens=tokens,
+        cache={RecurrentCache: "recurrent", DynamicCache: "key-value"}.get(type(used), "none"),
+        recurrent_bytes=states,
+        key_value_bytes=per_token * tokens,
+        meet=None if states is None else states // per_token + 1,
+    )
+
+
+def _cache(model: SoftmaxRNNForCausalLM, name: str) -> Cache | None:
+    if name == "auto":
+        return model.new_cache()
+    if name == "recurrent":
+        if recurrent_bytes(model.config, model.dtype) is None:
+            raise ValueError(
+                "cache='recurrent' needs a finite series without a clamp; this model's attention "
+                f"is {model.config.spec}."
+            )
+        return RecurrentCache()
+    return DynamicCache(config=model.config) if name == "key-value" else None

@@ -1,0 +1,161 @@
+"""A cache of states for generation: constant memory and constant time a token."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from softmax_rnn._utils.files import file_aside
+from softmax_rnn.ops.forms.row_sums import compute_dtype
+from softmax_rnn.ops.monomials import state_size
+from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.state import State
+
+
+class RecurrentCache(Cache):
+    """One :class:`State` a layer in place of keys and values.
+
+    For models whose attention is a finite series without a clamp. ``SoftmaxRNNForCausalLM``'s
+    ``generate`` takes one by itself, unless its states outweigh the model; for a short text a
+    key/value cache is smaller and faster (``cache_implementation="dynamic"``).
+
+    Example:
+        >>> out = model.generate(ids, past_key_values=RecurrentCache(), max_new_tokens=100)
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=RecurrentLayer)
+
+    def layer(self, index: int) -> RecurrentLayer:
+        """The layer ``index``, made when it is first asked for."""
+        while len(self.layers) <= index:
+            self.layers.append(RecurrentLayer())
+        return self.layers[index]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, however long the sequence."""
+        return sum(layer.state.nbytes for layer in self.layers if layer.state is not None)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the states to a safetensors file."""
+        path = Path(path)
+        if not self.layers:
+            raise ValueError("The cache has seen nothing yet.")
+        tensors, states = {}, []
+        for index, layer in enumerate(self.layers):
+            if layer.state is None:
+                raise ValueError(f"Layer {index} of the cache has seen nothing yet.")
+            tensors[f"{index}.sums"] = layer.state.sums.detach().contiguous()
+            tensors[f"{index}.visible"] = layer.state.visible
+            states.append({"spec": layer.state.spec.to_dict(), "tokens": layer.state.tokens})
+        with file_aside(path) as aside:
+            save_file(tensors, aside, metadata={"states": json.dumps(states)})
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], device: torch.device | str = "cpu"
+    ) -> RecurrentCache:
+        """Read what :meth:`save` has written.
+
+        Raises:
+            ValueError: for any other file, or one that is damaged.
+        """
+        cache = cls()
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                for index, state in enumerate(json.loads((file.metadata() or {})["states"])):
+                    cache.layer(index).state = State(
+                        AttentionSpec.from_dict(state["spec"]),
+                        file.get_tensor(f"{index}.sums"),
+                        file.get_tensor(f"{index}.visible"),
+                        state["tokens"],
+                    )
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is not what RecurrentCache.save wrote: {type(error).__name__}: {error}"
+            ) from error
+        return cache
+
+
+class RecurrentLayer(CacheLayerMixin):
+    """The state of one layer, as transformers' generation wants it."""
+
+    is_sliding = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: State | None = None
+
+    def update(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: a state grows by attending, not by keys and values."""
+        raise ValueError(
+            "A RecurrentCache holds states, not keys and values: it works with "
+            "SoftmaxRNNForCausalLM and a finite series."
+        )
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the first state comes with the first tokens."""
+
+    def get_seq_length(self) -> int:
+        """Positions seen so far."""
+        return 0 if self.state is None else self.state.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Only the new keys are masked: length and offset."""
+        return query_length, self.get_seq_length()
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in older versions of transformers
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.state = None
+
+    def crop(self, *_: Any) -> NoReturn:
+        """Refuse: a sum cannot be undone."""
+        raise ValueError(
+            "A recurrent cache cannot be cropped: its state is a sum over all tokens. Assisted "
+            "decoding needs a key/value cache: leave past_key_values out, or give a DynamicCache."
+        )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Pick rows of the batch, as beam search does."""
+        if self.state is not None:
+            self.state = self.state.select(beam_idx)
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch."""
+        if self.state is not None:
+            rows = torch.arange(len(self.state.visible), device=self.state.visible.device)
+            self.state = self.state.select(rows.repeat_interleave(repeats))
+
+
+def recurrent_bytes(config: Any, dtype: torch.dtype, batch: int = 1) -> int | None:
+    """Bytes of a recurrent cache for a model of ``config``; ``None`` if it can have none."""
+    spec = config.spec
+    if spec.order is None or spec.clamp is not None:
+        return None
+    size = state_size(spec, config.head_dim, config.head_dim) * compute_dtype(dtype).itemsize
+    return batch * config.num_hidden_layers * config.num_key_value_heads * size
+
+
+def key_value_bytes(config: Any, dtype: torch.dtype, tokens: int, batch: int = 1) -> int:
+    """Bytes of a key/value cache for a model of ``config`` after ``tokens`` tokens."""
+    heads = batch * config.num_hidden_layers * config.num_key_value_heads
+    return heads * 2 * config.head_dim * tokens * dtype.itemsize

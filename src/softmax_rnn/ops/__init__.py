@@ -1,0 +1,1 @@
+"""The operation: torch and numpy alone."""

@@ -1,0 +1,65 @@
+"""The feature maps ``phi`` of queries and keys [..., D]; the shape stays as it is.
+
+What is computed comes in the type that sums accumulate in: in a half type exp(-10) has few digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softmax_rnn.ops.forms.first_order import differentiated
+from softmax_rnn.ops.forms.row_sums import compute_dtype
+
+
+def _elu1(x: Tensor) -> Tensor:
+    x = x.to(compute_dtype(x.dtype))
+    if torch.compiler.is_compiling() or not differentiated(x):
+        return _elu1_of(x)
+    mapped: Tensor = _Elu1.apply(x)
+    return mapped
+
+
+def _elu1_of(x: Tensor) -> Tensor:
+    """``x + 1`` above zero, else ``exp(x)``: the larger one. ``elu(x) + 1`` cancels below zero."""
+    return torch.maximum(x + 1, x.clamp(max=0).exp())
+
+
+class _Elu1(torch.autograd.Function):
+    """:func:`_elu1_of` with half the passes of autograd's own backward: ``phi' = min(phi, 1)``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return _elu1_of(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (mapped,) = ctx.saved_tensors
+        return grad * mapped.clamp(max=1)
+
+    jvp = backward
+
+
+def _cosine(x: Tensor) -> Tensor:
+    # A float16 has no place for the least length that normalize divides by, nor for large ones.
+    return F.normalize(x.to(compute_dtype(x.dtype)), dim=-1)
+
+
+# The Triton kernels have the same ones of their own.
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "elu1": _elu1,
+    "relu": F.relu,
+    "cosine": _cosine,
+}

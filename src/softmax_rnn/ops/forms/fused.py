@@ -1,0 +1,184 @@
+"""The exponential on PyTorch's fused kernels, at their speed and memory.
+
+Three identities (docs/design.md) carry every exp variant without a clamp, on a CPU or a GPU:
+
+1. A norm that ignores positive scale gives the same for the numerator as for softmax's output.
+2. ``N = out * exp(lse)`` with the kernel's output and log-sum-exp.
+3. The kernel's backward subtracts ``delta = rowsum(grad_out * out)``, which is nothing but the
+   gradient through the denominator. With numerator ``out``, weight sum 1 and log-scale ``lse``
+   (constant), the gradient of the weight sum takes its place: ``delta = -grad_weight_sum``.
+   Zero gives the un-normalised sum and the paper's detached denominator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from softmax_rnn.ops.forms.first_order import first_order
+from softmax_rnn.ops.forms.row_sums import RowSums, in_own_precision, visible
+from softmax_rnn.ops.spec import AttentionSpec
+
+_aten = torch.ops.aten
+MAX_WIDTH = 256  # of the flash kernels of a GPU
+
+
+def supports(spec: AttentionSpec, device: str) -> bool:
+    """Exp without a clamp; on devices without flash kernels only where a row's scale is free."""
+    unclamped_exp = spec.series == "exp" and spec.clamp is None
+    return unclamped_exp and (spec.up_to_row_scale or device in ("cpu", "cuda"))
+
+
+def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
+    """What of these tensors the flash kernels of a GPU do not take, if anything."""
+    if not q.is_cuda or spec.up_to_row_scale:  # SDPA finds a kernel for those
+        return ""
+    width = max(q.shape[-1], v.shape[-1])
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{q.dtype} inputs"
+    if mask is not None:
+        return "a mask"
+    if width > MAX_WIDTH:
+        return f"heads of width {width}"
+    if not _has_flash(q.device):
+        return "this spec without flash kernels (a GPU older than Ampere, or a build without them)"
+    return ""
+
+
+def _has_flash(device: torch.device) -> bool:
+    available = torch.backends.cuda.is_flash_attention_available()
+    return available and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def fused(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, causal: bool, mask: Tensor | None
+) -> RowSums:
+    """As :func:`softmax_rnn.ops.forms.dense.dense`, on the fused kernels; never overflows."""
+    q, k = q.to(v.dtype), k.to(v.dtype)  # the kernels want one type; features may be wider
+    queries, keys, width = q.shape[-2], k.shape[-2], v.shape[-1]
+    scale = spec.score_scale(q.shape[-1])
+    on_gpu = q.is_cuda and not spec.up_to_row_scale
+    if scale < 0:  # the kernels multiply the mask by it too
+        q, scale = -q, -scale
+    if queries == 1 and causal:
+        causal = False  # the one query is aligned to the last key: it sees all
+    if causal and (mask is not None or queries != keys) and not on_gpu:
+        # The kernels take either their own triangle, aligned to the first keys, or a mask; but the
+        # flash kernel of a GPU aligns it to the last keys, as we do, and takes none.
+        mask, causal = visible(queries, keys, True, mask, q.device), False
+    # The kernels want keys and values of one width; zeros change no score and no used value.
+    padded = max(q.shape[-1], width)
+    if on_gpu:  # and multiples of 8
+        padded += -padded % 8
+    if not q.shape[-1] == width == padded:
+        q, k, v = (F.pad(x, (0, padded - x.shape[-1])) for x in (q, k, v))
+    q, k, v = first_order(*(_row_by_row(x) for x in (q, k, v)))
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:-2], queries, keys)
+    if spec.up_to_row_scale:
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return RowSums(out[..., :width])
+    if mask is not None:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+    numerator, weight_sum, log_scale = _FlashSums.apply(q, k, v, mask, causal, scale, on_gpu)
+    return RowSums(numerator[..., :width], weight_sum, log_scale)
+
+
+def _row_by_row(x: Tensor) -> Tensor:
+    """As the kernels read memory, whatever the strides say: the numbers of a row side by side.
+
+    SDPA would take the N x N way instead.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _FlashSums(torch.autograd.Function):
+    """(q, k, v) -> (softmax output, ones, log-sum-exp), the last one a constant."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        on_gpu: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, *random = _flash(on_gpu, q, k, v, mask, causal, scale)
+        if mask is not None:
+            # A row that sees no key: the kernel says lse = 0, but its weights sum to zero.
+            seen = mask.isfinite().any(-1).expand_as(lse)
+            weight_sum = seen.to(lse.dtype)
+        else:
+            weight_sum = torch.ones_like(lse)
+        ctx.save_for_backward(q, k, v, mask, lse, *random)
+        ctx.causal, ctx.scale = causal, scale
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, weight_sum, lse
+
+    @staticmethod
+    @once_differentiable
+    @in_own_precision
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, lse, *random = ctx.saved_tensors
+        if grad is None:
+            grad = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        grad = _row_by_row(grad)
+        # Any `out` with rowsum(grad * out) = -grad_sum will do: the one along grad.
+        if grad_sum is None:
+            out = torch.zeros_like(grad)
+        else:
+            largest = grad.abs().amax(-1, keepdim=True).to(lse.dtype)
+            largest = largest.masked_fill(largest == 0, 1)
+            direction = grad / largest
+            length = direction.square().sum(-1, keepdim=True)
+            length = length.masked_fill(length == 0, 1)
+            out = (-direction * (grad_sum.unsqueeze(-1) / largest / length)).to(grad.dtype)
+        grads = _flash_backward(grad, q, k, v, out, lse, mask, ctx.causal, ctx.scale, *random)
+        return (*grads, None, None, None, None)
+
+
+def _flash(
+    on_gpu: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    """Softmax output and log-sum-exp; on a GPU also the state of a dropout, for the backward."""
+    if not on_gpu:
+        flash = _aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    assert mask is None
+    flash = _aten._scaled_dot_product_flash_attention
+    out, lse, _, _, _, _, seed, offset, _ = flash(q, k, v, 0.0, causal, False, scale=scale)
+    return out, lse, seed, offset
+
+
+def _flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    *random: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    given = (grad, q, k, v, out, lse)
+    if not random:
+        backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(*given, 0.0, causal, attn_mask=mask, scale=scale)
+    backward = _aten._scaled_dot_product_flash_attention_backward
+    packed = (None, None)  # where sequences start, were they packed without padding
+    lengths = (q.shape[2], k.shape[2])
+    return backward(*given, *packed, *lengths, 0.0, causal, *random, scale=scale)

@@ -1,0 +1,192 @@
+"""Any series on a GPU, memory linear in the length: the blocked form as Triton kernels.
+
+Neither scores nor features leave the chip, forward or backward; only q, k, v and, for an exp that
+might overflow, the row maxima are kept. The kernels are imported at the first call.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from softmax_rnn.ops.forms.channels import uncompiled
+from softmax_rnn.ops.forms.first_order import first_order
+from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype
+from softmax_rnn.ops.forms.weight import Weight
+from softmax_rnn.ops.spec import AttentionSpec
+
+MAX_WIDTH = 256
+MAX_FLOAT64_COSINE = 128  # tiles of wider ones are beyond the memory on the chip of an A100
+MAX_ORDER = 64  # of a series: its steps are unrolled
+# Rows of the tile that stays and of those it meets, warps and pipeline stages, to choose from: by
+# the bytes of a row that products take, where the products are not of tensor cores twice as many.
+# Of each size the last choice fits the memory of the chip (compute capability 8.0 and 9.0).
+_TILES = {
+    128: [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)],
+    256: [(128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)],
+    512: [(64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)],
+    1024: [(32, 32, 4, 2), (32, 32, 8, 1), (32, 16, 4, 1)],
+    4096: [(16, 16, 4, 1), (16, 16, 8, 1)],
+}
+_LONG = 512  # queries from which tiles are chosen anew
+_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+def supports(spec: AttentionSpec, device: str) -> bool:
+    """Every weight on a GPU with Triton; on the CPU in Triton's interpreter, which tests use."""
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    return device in ("cpu", "cuda") and _INSTALLED and (spec.order or 0) <= MAX_ORDER
+
+
+def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
+    """What of these tensors is beyond the kernels, or nothing."""
+    width = max(q.shape[-1], v.shape[-1])
+    if width > MAX_WIDTH:
+        return f"heads of width {width}"
+    float64_cosine = q.dtype == torch.float64 and spec.feature_map == "cosine"
+    if float64_cosine and width > MAX_FLOAT64_COSINE:
+        return f"float64 cosines of width {width}"
+    if q.is_cuda and (torch.version.hip or torch.cuda.get_device_capability(q.device) < (8, 0)):
+        return f"{torch.cuda.get_device_name(q.device)}, for which no tile was chosen"
+    return ""
+
+
+@uncompiled  # the autotuner times what it launches: that is not for tracing
+def triton(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, causal: bool, mask: Tensor | None
+) -> RowSums:
+    """As :func:`softmax_rnn.ops.forms.dense.dense` of raw q and k, without T x S weights, on a GPU.
+
+    Deterministic for a given choice of tiles, which the autotuner makes anew in each process. Half
+    types accumulate in float32; float32 products are exact unless PyTorch's own may be in TF32
+    (``torch.backends.cuda.matmul.fp32_precision``).
+    """
+    weight = Weight.of(spec, q.shape[-1], causal)
+    return RowSums(*_TritonSums.apply(*first_order(q, k, v), mask, weight, spec.feature_map))
+
+
+class _TritonSums(torch.autograd.Function):
+    """(q, k, v) -> (numerator, weight sum, row maximum or None), the last one a constant."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        weight: Weight,
+        feature_map: str,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        if mask is not None:
+            mask = mask.expand(*q.shape[:3], k.shape[2]).view(torch.uint8)
+        weight_sum = q.new_empty(q.shape[:3], dtype=compute_dtype(q.dtype))
+        numerator = weight_sum.new_empty(*q.shape[:3], v.shape[3])
+        maximum = torch.empty_like(weight_sum) if weight.shifted else None
+        tensors = (q, k, v, mask, numerator, weight_sum, maximum)
+        strided = (q, k, v, mask, numerator)
+        _launch("sums", tensors, strided, weight, feature_map)
+        ctx.save_for_backward(q, k, v, mask, maximum)
+        ctx.options = weight, feature_map
+        if maximum is not None:
+            ctx.mark_non_differentiable(maximum)
+        return numerator, weight_sum, maximum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_sum: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, maximum = ctx.saved_tensors
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        tensors = (q, k, v, mask, maximum, grad, grad_sum.contiguous())
+        strided = (q, k, v, mask, grad)
+        _launch("query_grads", (*tensors, dq), (*strided, dq), *ctx.options)
+        _launch("key_grads", (*tensors, dk, dv), (*strided, dk, dv), *ctx.options)
+        return dq, dk, dv, None, None, None
+
+
+def _launch(
+    name: str,
+    tensors: tuple[Tensor | None, ...],
+    strided: tuple[Tensor | None, ...],
+    weight: Weight,
+    feature_map: str,
+) -> None:
+    """Run a kernel, a program for every tile and head; q, k, v and mask lead ``tensors``."""
+    q, k, v, mask = tensors[:4]
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    batch, heads, queries, width = q.shape
+    kv_heads, keys, value_width = v.shape[1:]
+    block_d, block_e = (max(16, 1 << (size - 1).bit_length()) for size in (width, value_width))
+    precision, factor_bytes = _products(v.dtype)
+    strides = (None if x is None else x.stride() for x in strided)
+    rows, count = (keys, kv_heads) if name == "key_grads" else (queries, heads)
+    block = "BLOCK_S" if name == "key_grads" else "BLOCK_T"
+
+    def grid(meta: dict[str, Any]) -> tuple[int]:
+        return (-(-rows // meta[block]) * batch * count,)
+
+    kernel, tiles = _kernel(name, max(block_d, block_e) * factor_bytes)
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+        kernel[grid](
+            *tensors,
+            *strides,
+            heads,
+            heads // kv_heads,
+            queries,
+            keys,
+            D=width,
+            E=value_width,
+            BLOCK_D=block_d,
+            BLOCK_E=block_e,
+            SCALE=weight.scale,
+            CLAMP=weight.clamp,
+            COEFFICIENTS=weight.series.coefficients,
+            SLOPE=weight.series.derivative().coefficients,
+            MAP=feature_map,
+            CAUSAL=weight.causal,
+            BY_QUERY=mask is not None and mask.stride(2) != 0,
+            PRECISION=precision,
+            LONG=queries >= _LONG,
+            **tiles,
+        )
+
+
+def _products(dtype: torch.dtype) -> tuple[str, int]:
+    """How products of inputs of a type are computed, and the bytes of a factor by _TILES."""
+    if dtype == torch.bfloat16:
+        return "ieee", 2
+    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    if tf32 or dtype == torch.float16:
+        return "tf32", 4
+    return "ieee", 2 * dtype.itemsize
+
+
+def _kernel(name: str, row_bytes: int) -> tuple[Any, dict[str, int]]:
+    """The kernel and its tiles: the autotuner's choice, but small ones in the interpreter."""
+    kernels = importlib.import_module("softmax_rnn.ops.forms.triton_kernels")
+    if kernels.INTERPRETED:
+        return getattr(kernels, name), {"BLOCK_T": 16, "BLOCK_S": 32}
+    return _autotuned(kernels, name, min(size for size in _TILES if row_bytes <= size)), {}
+
+
+@functools.cache
+def _autotuned(kernels: ModuleType, name: str, row_bytes: int) -> Any:
+    stays, meets = ("BLOCK_S", "BLOCK_T") if name == "key_grads" else ("BLOCK_T", "BLOCK_S")
+    configs = [
+        kernels.triton.Config({stays: a, meets: b}, num_warps=warps, num_stages=stages)
+        for a, b, warps, stages in _TILES[row_bytes]
+    ]
+    key = ["BLOCK_D", "BLOCK_E", "MAP", "CAUSAL", "PRECISION", "LONG"]
+    return kernels.triton.autotune(configs, key)(getattr(kernels, name))

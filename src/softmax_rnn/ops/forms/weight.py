@@ -1,0 +1,28 @@
+"""The weight of a key for a query, as the forms that compute scores in blocks need it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from softmax_rnn.ops.series import PowerSeries
+from softmax_rnn.ops.spec import AttentionSpec
+
+# Above this bound exp(score) may overflow.
+_SAFE_SCORE = 50.0
+
+
+class Weight(NamedTuple):
+    """The weight as a function of ``q . k``, and which keys a row sees."""
+
+    series: PowerSeries
+    scale: float
+    clamp: float | None
+    causal: bool
+    shifted: bool  # whether the row maximum is taken out of the exponent
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, width: int, causal: bool) -> Weight:
+        """The weight of a spec for keys of a width."""
+        unsafe = spec.clamp is None or spec.clamp > _SAFE_SCORE or spec.is_quotient
+        shifted = spec.series == "exp" and unsafe
+        return cls(PowerSeries.of(spec), spec.score_scale(width), spec.clamp, causal, shifted)

@@ -1,0 +1,121 @@
+"""Vector norms over the head dimension, in place of a denominator (equation 6)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softmax_rnn.ops.spec import Norm
+
+# What the authors use: the defaults of nn.LayerNorm, and of nn.RMSNorm up to float32 (the machine
+# epsilon). The L2 norm leaves a zero vector as it is.
+NORM_EPS: dict[Norm, float] = {"layer": 1e-5, "rms": torch.finfo(torch.float32).eps}
+
+
+def normalized(
+    x: Tensor, log_scale: Tensor | None, norm: Norm, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """The norm of ``x * exp(log_scale)`` over its last dimension.
+
+    Args:
+        x: [..., E].
+        log_scale: [...], a constant to autograd; ``None`` for 0.
+        norm: which; ``none`` leaves the vectors as they are.
+        weight: [E], a factor after it, or ``None``.
+        bias: [E], added after it, or ``None``.
+
+    Raises:
+        OverflowError: for ``none``, if a vector's true scale is beyond the range of the dtype.
+    """
+    if norm == "l2":
+        return unit(x)
+    if norm == "none":
+        return x if log_scale is None else x * _exp_or_raise(log_scale).unsqueeze(-1)
+    if norm == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    largest = x.detach().abs().amax(-1, keepdim=True).clamp(min=1.0)
+    x = x / largest  # squares of large numbers overflow
+    eps = NORM_EPS[norm] / largest.square()
+    if log_scale is not None:
+        # The same eps for the true values: a norm ignores the scale, up to its eps.
+        eps = eps * (-2 * log_scale).exp().unsqueeze(-1)
+        eps = eps.clamp(min=torch.finfo(eps.dtype).tiny)  # a row of zeros stays one
+    x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    if weight is not None:
+        x = x * weight.to(x.dtype)
+    return x if bias is None else x + bias.to(x.dtype)
+
+
+def unit(x: Tensor) -> Tensor:
+    """``x / |x|`` over the last dimension, at any scale; zero vectors stay as they are."""
+    found = _unit(x) if torch.compiler.is_compiling() else _Unit.apply(x)
+    direction: Tensor = found[0]
+    return direction
+
+
+def _unit(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The unit vectors, and their lengths [..., 1] in units of their largest number [..., 1]."""
+    largest = x.detach().abs().amax(-1, keepdim=True)  # squares of small numbers would vanish
+    largest = largest.masked_fill(largest == 0, 1.0)
+    x = x / largest
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    length = length.clamp(min=1)  # it was less for a zero vector alone
+    return x / length, length, largest
+
+
+class _Unit(torch.autograd.Function):
+    """:func:`_unit` with half the passes of autograd's own backward; the compiler needs no help.
+
+    What is saved are the input and outputs that nobody sees, so that this has derivatives itself
+    and its result may be changed in place.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _unit(x)
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        _, length, largest = output
+        ctx.mark_non_differentiable(largest)
+        ctx.save_for_backward(*inputs, length, largest)
+        ctx.save_for_forward(*inputs, length, largest)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_length: Tensor, _: None) -> Tensor:
+        x, length, largest = ctx.saved_tensors  # once: checkpointing lets nobody unpack them again
+        return _across(x, length, largest, grad, -grad_length * length)[0]
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, length, largest = ctx.saved_tensors
+        moved, along = _across(x, length, largest, change, 0.0)
+        return moved, along / largest, None
+
+
+def _across(
+    x: Tensor, length: Tensor, largest: Tensor, change: Tensor, more: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    """The part of a change across the unit vectors, a length each; and the part along, ``more``."""
+    total = length * largest
+    direction = x / total
+    along = (change * direction).sum(-1, keepdim=True) + more
+    return torch.addcmul(change, direction, along, value=-1).div_(total), along
+
+
+def _exp_or_raise(log_scale: Tensor) -> Tensor:
+    scale = log_scale.exp()
+    if not torch.compiler.is_compiling() and not scale.isfinite().all():
+        limit = torch.finfo(scale.dtype).max
+        raise OverflowError(
+            f"The un-normalised sum of weights overflows {scale.dtype}: the largest "
+            f"log-sum-exp is {log_scale.max().item():.1f}, the limit {limit:.3g}. "
+            "Give the spec a norm, a row-sum denominator, or a clamp (the paper's is 5)."
+        )
+    return scale

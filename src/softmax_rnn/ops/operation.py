@@ -1,0 +1,234 @@
+"""One call for every attention of the paper: feature map, form, denominator, gate, norm."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from softmax_rnn.ops.denominators import row_sum
+from softmax_rnn.ops.dispatch import choose
+from softmax_rnn.ops.feature_maps import FEATURE_MAPS
+from softmax_rnn.ops.finite import check_output, check_sums
+from softmax_rnn.ops.forms.row_sums import (
+    compute_dtype,
+    no_autocast,
+    visible_count,
+    visible_keys,
+)
+from softmax_rnn.ops.norms import normalized
+from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.state import State, check_state, next_state
+from softmax_rnn.ops.validation import check_extra, check_tensors, checked_mask
+from softmax_rnn.ops.variants import resolve
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec | str,
+    *,
+    causal: bool = ...,
+    mask: Tensor | None = ...,
+    input_gate: Tensor | None = ...,
+    output_gate: Tensor | None = ...,
+    length_power: Tensor | None = ...,
+    norm_weight: Tensor | None = ...,
+    norm_bias: Tensor | None = ...,
+    form: str = ...,
+    state: State | None = ...,
+    return_state: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec | str,
+    *,
+    causal: bool = ...,
+    mask: Tensor | None = ...,
+    input_gate: Tensor | None = ...,
+    output_gate: Tensor | None = ...,
+    length_power: Tensor | None = ...,
+    norm_weight: Tensor | None = ...,
+    norm_bias: Tensor | None = ...,
+    form: str = ...,
+    state: State | None = ...,
+    return_state: Literal[True],
+) -> tuple[Tensor, State]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec | str,
+    *,
+    causal: bool = True,
+    mask: Tensor | None = None,
+    input_gate: Tensor | None = None,
+    output_gate: Tensor | None = None,
+    length_power: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    form: str = "auto",
+    state: State | None = None,
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, State]:
+    """Attention as ``spec`` says: ``o_t = norm(g_out[t] * N_t / D_t)``, ``N_t = sum w(s) g_in v``.
+
+    Args:
+        q: queries [B, H, T, D].
+        k: keys [B, Hkv, S, D]; Hkv divides H (grouped queries).
+        v: values [B, Hkv, S, E].
+        spec: an :class:`AttentionSpec` or a variant's name (``"norm"``, ``"taylor:4"``).
+        causal: query ``t`` sees keys up to ``t + S - T`` (the queries are the last T positions).
+        mask: boolean, True = visible, broadcastable to [B, H, T, S]; with ``causal`` both apply.
+            A row that sees no key has the numerator zero (and so the output, but for a
+            ``norm_bias``).
+        input_gate: in [0, 1], [B, Hkv, S]; multiplies the values (appendix E).
+        output_gate: in [0, 1], [B, H, T]; multiplies the output (appendix E).
+        length_power: [H], the exponent of the ``learned_length`` denominator.
+        norm_weight: [E], scale of the ``rms`` and ``layer`` norms; ones if not given.
+        norm_bias: [E], shift of the ``layer`` norm; zeros if not given.
+        form: ``auto``, or one of :func:`forms` (the same result to rounding).
+        state: what a finite series has seen before these keys (section 3.1); the queries see it
+            too. Gradients pass through it. With a state, ``mask`` is one of keys: [B, 1, 1, S].
+        return_state: whether to return the state after these keys as well.
+
+    Returns:
+        The output, [B, H, T, E], in the dtype of ``q``; with ``return_state`` that and a
+        :class:`State`. Sums and states accumulate in float32 for half types.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, gates, form or state that do not fit, naming what
+            would.
+        OverflowError: sums, a state or outputs beyond the range of their dtype, in any form.
+        MemoryError: a state too large, with its bytes and the largest order that fits.
+        FloatingPointError: NaN or infinity in a state or what it is given, with the index of the
+            token.
+        NotImplementedError: a second or forward-mode derivative, which ``form="dense"`` alone has.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 128, 32).unbind(0)
+        >>> attention(q, k, v, "norm").shape
+        torch.Size([1, 4, 128, 32])
+        >>> first, state = attention(q, k, v, "taylor:2", return_state=True)
+        >>> next, state = attention(q, k, v, "taylor:2", state=state, return_state=True)
+        >>> state.tokens
+        256
+    """
+    spec = resolve(spec)
+    check_tensors(q, k, v, causal)
+    mask = checked_mask(mask, q, k)
+    batch, heads, queries, _ = q.shape
+    kv_heads, keys, width = v.shape[1:]
+    check_extra("input_gate", input_gate, spec.input_gate, (batch, kv_heads, keys), q)
+    check_extra("output_gate", output_gate, spec.output_gate != "none", (batch, heads, queries), q)
+    check_extra("length_power", length_power, spec.denominator == "learned_length", (heads,), q)
+    check_extra("norm_weight", norm_weight, spec.norm in ("rms", "layer"), (width,), q, False)
+    check_extra("norm_bias", norm_bias, spec.norm == "layer", (width,), q, False)
+    if state is not None:
+        check_state(state, spec, k, v)
+
+    given, dtype, inputs = q.dtype, compute_dtype(q.dtype), (q, k, v)
+    stateful = state is not None or return_state
+    with no_autocast(q.device.type):
+        if input_gate is not None:
+            v = v * input_gate.unsqueeze(-1).to(v.dtype)
+        way = choose(form, spec, q, k, v, causal=causal, mask=mask, stateful=stateful)
+        log_scale = None
+        if spec.scale_free and not (way.maps and given == torch.float16):
+            q, log_scale = _scaled_for_powers(q, k, spec, causal, mask, stateful)
+        if not way.maps:
+            q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
+        with_state: dict[str, Any] = {}
+        if way.stateful:
+            before = None if state is None else state.sums
+            with_state = {"state": before, "keep_state": return_state}
+        sums = way.compute(q, k, v, spec, causal=causal, mask=mask, **with_state)
+        if spec.order is not None:
+            check_sums(sums, spec, state, inputs, k, mask)
+        if log_scale is not None:
+            sums = sums._replace(log_scale=log_scale)
+        out, log_scale = sums.numerator.to(dtype), sums.log_scale
+        if spec.row_sum is not None:
+            if sums.weight_sum is not None:  # else the form has divided already
+                total, log_scale = row_sum(sums, spec, v)
+                out = out / total.unsqueeze(-1)
+        elif spec.denominator != "none":
+            length = visible_count(queries, keys, causal, mask, q.device)
+            if state is not None:
+                length = length + state.visible[:, None, None]
+            length = length.clamp(min=1).to(dtype)
+            if length_power is not None:
+                length = length ** length_power.to(dtype).unsqueeze(-1)
+            out = out / length.unsqueeze(-1)
+        gate = None if output_gate is None else output_gate.unsqueeze(-1).to(dtype)
+        if gate is not None and spec.output_gate == "before_norm":
+            out = out * gate
+        out = normalized(out, log_scale, spec.norm, norm_weight, norm_bias)
+        if gate is not None and spec.output_gate == "after_norm":
+            out = out * gate
+        if not spec.bounded:
+            check_output(out, given, inputs)
+        out = out.to(given)
+        if not return_state:
+            return out
+        assert sums.state is not None
+        return out, next_state(spec, state, sums.state, mask, keys)
+
+
+def _scaled_for_powers(
+    q: Tensor, k: Tensor, spec: AttentionSpec, causal: bool, mask: Tensor | None, stateful: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Queries times a factor a row, and the log of what the powers of their scores lack by it.
+
+    The power of a small score would vanish, that of a large one overflow, where a denominator or a
+    norm leaves an ordinary number. The largest possible score of a row is brought so near to the
+    largest number that sums of its power are still in range: there is most room below it, for keys
+    of unlike sizes. Factors are powers of two, so that nothing is rounded. A state holds keys as
+    they are, and earlier ones: queries alone are brought to length 1.
+    """
+    if not q.numel() or not k.numel():
+        return q, None
+    dtype, phi, order = compute_dtype(q.dtype), FEATURE_MAPS[spec.feature_map], spec.order
+    assert order is not None
+    exponent = _log2_length(phi(q.detach()).to(dtype))
+    if not stateful:
+        keys = phi(k.detach()).to(dtype)
+        if mask is not None:
+            keys = keys.masked_fill(~visible_keys(mask, k.shape[1]), 0.0)
+        lengths = _log2_length(keys)
+        if causal:  # later keys are nothing to a row
+            longest = lengths.cummax(-1).values[..., k.shape[2] - q.shape[2] :]
+        else:
+            longest = lengths.amax(-1, keepdim=True)
+        longest = longest.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        longest = longest + math.log2(abs(spec.score_scale(q.shape[-1])))
+        longest = longest.masked_fill(longest == -torch.inf, 0.0)  # zeros: any factor will do
+        exponent = exponent + longest.clamp(-_ROOM, _ROOM) - _ROOM / order
+    exponent = exponent.round().masked_fill(~exponent.isfinite(), 0.0)
+    if q.dtype == torch.float16:  # whose range is small
+        q = q.to(dtype)
+    half = (exponent / 2).round()  # the whole factor may be beyond float32
+    for part in (half, exponent - half):
+        q = q * (-part).exp2().unsqueeze(-1).to(q.dtype)
+    return q, order * math.log(2) * exponent
+
+
+# Bits that powers of scores may take above 1; sums, values and D^order find room in the rest.
+_ROOM = 80.0
+
+
+def _log2_length(x: Tensor) -> Tensor:
+    """The binary logarithm of the lengths of rows, whose squares may be out of range."""
+    largest = x.abs().amax(-1)
+    return largest.log2() + 0.5 * math.log2(x.shape[-1])

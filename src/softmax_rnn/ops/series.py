@@ -1,0 +1,101 @@
+"""Power series ``w(x) = sum_n a_n x^n``: the weight of every attention in the paper.
+
+The exponential, its Taylor polynomials and single powers share one class. The derivative of a
+series is again a series (of ``taylor`` N it is ``taylor`` N-1), so a backward pass needs nothing
+new.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from typing import NamedTuple
+
+import torch
+from scipy.special import gammainc
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from softmax_rnn.ops.spec import AttentionSpec
+
+MAX_RADIUS = 700.0  # exp of more overflows float64
+
+
+class PowerSeries(NamedTuple):
+    """``w(x) = sum_n coefficients[n] * x**n``; ``coefficients`` is ``None`` for exp itself."""
+
+    coefficients: tuple[float, ...] | None
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> PowerSeries:
+        """The weight series of a spec."""
+        if spec.series == "exp":
+            return cls(None)
+        assert spec.order is not None
+        if spec.series == "power":
+            return cls((0.0,) * spec.order + (1.0,))
+        return cls(tuple(1 / math.factorial(n) for n in range(spec.order + 1)))
+
+    @property
+    def is_exp(self) -> bool:
+        """Whether this is exp itself, with every power."""
+        return self.coefficients is None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``w(x)``, element by element (Horner's rule for a finite series)."""
+        if self.coefficients is None:
+            return x.exp()
+        *lower, leading = self.coefficients
+        if not lower:
+            return torch.full_like(x, leading)
+        result = leading * x
+        if lower[-1]:
+            result += lower[-1]
+        # Memory is used again where no derivative needs what it held.
+        tracked = result.requires_grad or unpack_dual(result).tangent is not None
+        reuse = None if tracked else result
+        for coefficient in reversed(lower[:-1]):
+            # One fused pass: coefficient + result * x.
+            result = torch.addcmul(x.new_tensor(coefficient), result, x, out=reuse)
+        return result
+
+    def derivative(self) -> PowerSeries:
+        """``w'`` as a series."""
+        if self.coefficients is None:
+            return self
+        return PowerSeries(tuple(n * a for n, a in enumerate(self.coefficients))[1:] or (0.0,))
+
+
+def remainder_bound(order: int, radius: float) -> float:
+    """``max |exp(x) - taylor_order(x)|`` over ``|x| <= radius``: exact, attained at ``radius``.
+
+    It is the tail ``sum_{n > order} radius^n / n!`` of exp's series, that is ``exp(radius)`` times
+    the regularised lower incomplete gamma function.
+
+    Raises:
+        ValueError: for an order that is not an integer >= 0, or a radius that is not in [0, 700]
+            (beyond, exp itself overflows).
+    """
+    if isinstance(order, bool) or not isinstance(order, int) or order < 0:
+        raise ValueError(f"order must be an integer >= 0, not {order!r}.")
+    _check_radius(radius)
+    return math.exp(radius) * float(gammainc(order + 1, radius))
+
+
+def order_for(tolerance: float, radius: float) -> int:
+    """The lowest order whose Taylor series is within ``tolerance`` of exp on ``|x| <= radius``.
+
+    Raises:
+        ValueError: for a tolerance that is not > 0, or a radius as :func:`remainder_bound`.
+    """
+    if not tolerance > 0:
+        raise ValueError(f"tolerance must be > 0, not {tolerance!r}.")
+    _check_radius(radius)
+    # Past e * radius every further order more than halves the remainder.
+    orders = range(int(math.e * radius) + int(math.log2(1 / min(tolerance, 0.5))) + 2)
+    return bisect_left(orders, True, key=lambda order: remainder_bound(order, radius) <= tolerance)
+
+
+def _check_radius(radius: float) -> None:
+    if not 0 <= radius <= MAX_RADIUS:
+        raise ValueError(f"radius must be in [0, {MAX_RADIUS:g}], not {radius!r}.")

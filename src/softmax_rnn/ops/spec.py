@@ -1,0 +1,209 @@
+"""The one specification of an attention: pure data, validated, to and from a plain dict."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from softmax_rnn._utils.errors import require_choice, unknown
+
+FeatureMap = Literal["identity", "elu1", "relu", "cosine"]
+Series = Literal["exp", "taylor", "power"]
+Denominator = Literal[
+    "sum", "detached_sum", "clamped_sum", "sum_plus_one", "length", "learned_length", "none"
+]
+OutputGate = Literal["none", "before_norm", "after_norm"]
+Norm = Literal["none", "l2", "rms", "layer"]
+
+INVERSE_SQRT = "1/sqrt(d)"
+
+# With order 1915 exp's series is exact to 1e-300 on every |x| <= 700, past which exp overflows.
+MAX_ORDER = 2000
+
+_CHOICES = {
+    "feature_map": get_args(FeatureMap),
+    "series": get_args(Series),
+    "denominator": get_args(Denominator),
+    "output_gate": get_args(OutputGate),
+    "norm": get_args(Norm),
+}
+
+
+@dataclass(frozen=True)
+class RowSum:
+    """How a row-sum denominator is made of ``Z = sum_s w(s)``: ``max(Z + offset, floor)``."""
+
+    offset: float = 0.0
+    floor: float = 0.0
+    detached: bool = False
+
+
+_ROW_SUMS = {
+    "sum": RowSum(),
+    "detached_sum": RowSum(detached=True),
+    "clamped_sum": RowSum(floor=1.0),
+    "sum_plus_one": RowSum(offset=1.0),
+}
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What an attention computes, as data (the paper's equations 1, 3, 5, 6 and its ablations).
+
+    With the score ``s = scale * phi(q_t) . phi(k_s)``, clamped from above at ``clamp``::
+
+        N_t = sum_{s visible} w(s) * g_in[s] * v_s          w(x) = sum_n a_n x^n
+        o_t = norm(g_out[t] * N_t / D_t)   or   g_out[t] * norm(N_t / D_t)
+
+    Attributes:
+        feature_map: ``phi``: ``identity``, ``elu1`` (elu + 1), ``relu``, ``cosine`` (unit vector).
+        series: the weight ``w``: ``exp``, ``taylor`` (powers 0 to ``order`` of exp's series) or
+            ``power`` (the power ``order`` alone, coefficient 1; ``power`` 1 is linear attention).
+        order: highest power of ``taylor``, or the power of ``power``; ``None`` for ``exp``.
+        clamp: upper bound of the score, or ``None``.
+        scale: factor of the score: a number, or ``"1/sqrt(d)"`` of the key width; ``None`` means
+            the latter for the identity map, 1 for the others.
+        denominator: ``D_t``: the row sum ``sum``, ``detached_sum`` (no gradient), ``clamped_sum``
+            (at least 1), ``sum_plus_one``; ``length`` (number of visible keys), ``learned_length``
+            (that number to a learned power per head) or ``none``.
+        input_gate: whether a gate per key multiplies the values.
+        output_gate: where a gate per query multiplies the output, if at all.
+        norm: vector norm over the head dimension: ``none``, ``l2``, ``rms`` or ``layer``.
+        epsilon: added to the row sum (``sum`` and ``detached_sum`` only).
+        floor: lower bound of the row sum (``sum`` and ``detached_sum`` only).
+
+    Raises:
+        ValueError: for a value outside its set, naming the allowed ones and the nearest match.
+    """
+
+    feature_map: FeatureMap = "identity"
+    series: Series = "exp"
+    order: int | None = None
+    clamp: float | None = None
+    scale: float | str | None = None
+    denominator: Denominator = "sum"
+    input_gate: bool = False
+    output_gate: OutputGate = "none"
+    norm: Norm = "none"
+    epsilon: float = 0.0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field, allowed in _CHOICES.items():
+            require_choice(field, getattr(self, field), allowed)
+        self._check_order()
+        if self.clamp is not None and not _is_number(self.clamp):
+            raise ValueError(f"clamp must be a finite number or None, not {self.clamp!r}.")
+        if self.scale not in (None, INVERSE_SQRT) and not (_is_number(self.scale) and self.scale):
+            raise ValueError(
+                f"scale must be a finite number other than 0, {INVERSE_SQRT!r} or None, "
+                f"not {self.scale!r}."
+            )
+        for field in ("epsilon", "floor"):
+            value = getattr(self, field)
+            if not _is_number(value) or value < 0:
+                raise ValueError(f"{field} must be a finite number >= 0, not {value!r}.")
+            if value and self.denominator not in ("sum", "detached_sum"):
+                raise ValueError(
+                    f"{field}={value!r} acts on the denominators sum and detached_sum, "
+                    f"not on {self.denominator!r}."
+                )
+        if not isinstance(self.input_gate, bool):
+            raise ValueError(f"input_gate must be True or False, not {self.input_gate!r}.")
+
+    def _check_order(self) -> None:
+        if self.series == "exp":
+            if self.order is not None:
+                raise ValueError(
+                    f"order={self.order!r} was given, but series 'exp' has every power; "
+                    "use series='taylor' for the powers up to an order."
+                )
+        elif self.order is None:
+            raise ValueError(f"series {self.series!r} needs an order: an integer >= 0, e.g. 2.")
+        elif isinstance(self.order, bool) or not isinstance(self.order, int) or self.order < 0:
+            raise ValueError(f"order must be an integer >= 0, not {self.order!r}.")
+        elif self.order > MAX_ORDER:
+            raise ValueError(f"order must be at most {MAX_ORDER}, not {self.order!r}.")
+
+    @property
+    def row_sum(self) -> RowSum | None:
+        """How the row sum enters the denominator; ``None`` where it does not."""
+        rule = _ROW_SUMS.get(self.denominator)
+        if rule is None or not (self.epsilon or self.floor):
+            return rule
+        return dataclasses.replace(rule, offset=self.epsilon, floor=self.floor)
+
+    @property
+    def sign_definite(self) -> bool:
+        """Whether every weight is >= 0, so that the row sum cannot cross zero."""
+        if self.series == "exp" or self.order == 0:
+            return True
+        if self.order is not None and self.order % 2 == 0:
+            return True
+        nonnegative_map = self.feature_map in ("elu1", "relu")
+        return nonnegative_map and self.score_scale(1) > 0 and (self.clamp or 0) >= 0
+
+    @property
+    def up_to_row_scale(self) -> bool:
+        """Whether the output is the same for any positive multiple of a row's numerator.
+
+        True for the plain row sum, and for the L2 norm under a denominator that is positive:
+        the norm removes it (so an output gate before that norm does nothing either).
+        """
+        if self.norm == "l2" and self.row_sum is None:
+            return True
+        return self.row_sum == RowSum()
+
+    @property
+    def is_quotient(self) -> bool:
+        """Whether numerator and denominator scale alike, so that small weights still matter."""
+        rule = self.row_sum
+        return self.norm == "l2" or (rule is not None and not (rule.offset or rule.floor))
+
+    @property
+    def scale_free(self) -> bool:
+        """Whether a factor of a row's scores changes nothing: one power, whose factor cancels."""
+        one_power = self.series == "power" and (self.order or 0) > 1 and self.clamp is None
+        return one_power and self.feature_map in ("identity", "relu") and self.is_quotient
+
+    @property
+    def cancels(self) -> bool:
+        """Whether terms of the weights, monomials of features, have either sign."""
+        return self.feature_map in ("identity", "cosine") or self.score_scale(1) < 0
+
+    @property
+    def bounded(self) -> bool:
+        """Whether no output is larger than the values, or than what a norm's weight makes of 1."""
+        return self.norm != "none" or (self.row_sum is not None and self.sign_definite)
+
+    def score_scale(self, head_dim: int) -> float:
+        """The factor of ``phi(q) . phi(k)`` for keys of width ``head_dim``."""
+        scale = self.scale
+        if scale is None:
+            scale = INVERSE_SQRT if self.feature_map == "identity" else 1.0
+        return 1.0 / math.sqrt(head_dim) if scale == INVERSE_SQRT else float(scale)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as plain data; ``AttentionSpec.from_dict`` is its inverse."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> AttentionSpec:
+        """Build a spec from a mapping of field names; raises ``ValueError`` on unknown keys."""
+        if not isinstance(data, Mapping):
+            raise ValueError(f"An attention's fields must be a mapping, not {data!r}.")
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key in data:
+            if key not in names:
+                raise unknown("attention field", key, names)
+        return cls(**data)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max  # an integer may be too large for math.isfinite

@@ -1,0 +1,142 @@
+"""The state of a finite series: all that is left of the keys and values seen so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from softmax_rnn.ops.cost import chunk_length, heads_together
+from softmax_rnn.ops.forms.row_sums import compute_dtype
+from softmax_rnn.ops.monomials import cumulative_dimension, degrees, state_rows, state_size
+from softmax_rnn.ops.spec import AttentionSpec
+
+# Less than this always fits; asking for the free memory costs more than they do.
+_SMALL = 2**26
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What the recurrent form holds after some tokens, whatever their number.
+
+    Attributes:
+        spec: the specification that made it.
+        sums: ``sum_s v_s monomials(k_s)^T`` (the stacked hidden states ``H^n`` of section 3.1 in
+            the symmetric basis, transposed), with a last row ``sum_s monomials(k_s)`` where the
+            spec has a row sum; [B, Hkv, E or E + 1, monomials]: float64 for inputs of float64,
+            else float32, whose counting ends near 2^24 = 16.8 million tokens of like size.
+        visible: number of visible keys so far, for the length denominators; [B], int64.
+        tokens: number of positions so far, hidden ones included.
+    """
+
+    spec: AttentionSpec
+    sums: Tensor
+    visible: Tensor
+    tokens: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.sums.nbytes + self.visible.nbytes
+
+    def select(self, batch: Tensor) -> State:
+        """The state of some rows of the batch, in the order of the indices ``batch`` [B']."""
+        sums, visible = (x.index_select(0, batch.to(x.device)) for x in (self.sums, self.visible))
+        return replace(self, sums=sums, visible=visible)
+
+    def detach(self) -> State:
+        """The same numbers, cut from the graph: for truncated backpropagation through time."""
+        return replace(self, sums=self.sums.detach())
+
+    def to(self, device: torch.device | str) -> State:
+        """The same on another device."""
+        return replace(self, sums=self.sums.to(device), visible=self.visible.to(device))
+
+
+def check_state(state: State, spec: AttentionSpec, k: Tensor, v: Tensor) -> None:
+    """Raise ``ValueError`` unless ``state`` is one of ``spec`` for keys and values like these."""
+    if not isinstance(state, State):
+        raise ValueError(f"state must be a softmax_rnn.State, not {type(state).__name__}.")
+    if state.spec != spec:
+        raise ValueError(f"The state was made by another spec: {state.spec}, not {spec}.")
+    channels = v.shape[3] + (spec.row_sum is not None)
+    shape = (*k.shape[:2], channels, state_rows(spec, k.shape[3]))
+    if tuple(state.sums.shape) != shape:
+        raise ValueError(
+            f"The state's sums must have shape {list(shape)} for these inputs, "
+            f"not {list(state.sums.shape)}."
+        )
+    dtype = compute_dtype(k.dtype)
+    if state.sums.dtype != dtype or state.sums.device != k.device:
+        raise ValueError(
+            f"The state must be {dtype} on {k.device} for {k.dtype} inputs on {k.device}, "
+            f"not {state.sums.dtype} on {state.sums.device}."
+        )
+
+
+def next_state(
+    spec: AttentionSpec, state: State | None, sums: Tensor, mask: Tensor | None, keys: int
+) -> State:
+    """The state after ``keys`` more positions, of which ``mask`` [B, 1, 1, S] shows some."""
+    seen = sums.new_full((sums.shape[0],), keys, dtype=torch.int64)
+    if mask is not None:
+        seen = mask.expand(*sums.shape[:1], 1, 1, keys).sum(dim=(1, 2, 3))
+    if state is None:
+        return State(spec, sums, seen, keys)
+    return State(spec, sums, state.visible + seen, state.tokens + keys)
+
+
+def fits(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the states of the chunked form, and what it works with, fit the free memory."""
+    needed = _bytes_needed(spec, q, k, v)
+    return needed < _SMALL or needed <= _free_bytes(k.device)
+
+
+def require_memory(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ``MemoryError`` unless :func:`fits`, with the bytes and the largest order that does."""
+    if fits(spec, q, k, v):
+        return
+    order = degrees(spec)[1]
+    lower = (n for n in range(order - 1, -1, -1) if fits(replace(spec, order=n), q, k, v))
+    largest = next(lower, None)
+    advice = "no order fits" if largest is None else f"the largest order that fits is {largest}"
+    heads, size = k.shape[0] * k.shape[1], compute_dtype(k.dtype).itemsize
+    state = heads * size * state_size(spec, k.shape[3], v.shape[3])
+    raise MemoryError(
+        f"The state of order {order} takes {state:,} bytes ({heads} heads, key width {k.shape[3]}, "
+        f"value width {v.shape[3]}), with what is needed to work with it "
+        f"{_bytes_needed(spec, q, k, v):,}; {_free_bytes(k.device):,} are free; {advice}."
+    )
+
+
+def _bytes_needed(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> int:
+    """The old state, the new and the weighted one; a chunk's monomials; states kept to train."""
+    heads, groups = k.shape[0] * k.shape[1], q.shape[1] // max(1, k.shape[1])
+    sizes = (spec, q.shape[2], k.shape[2], k.shape[3], v.shape[3])
+    chunk = chunk_length(*sizes, heads=max(1, heads), groups=groups)
+    together = heads_together(spec, k.shape[3], chunk, groups, k.device.type)
+    rows = cumulative_dimension(k.shape[3], degrees(spec)[1])
+    length = min(chunk, k.shape[2])
+    monomials = 2 * min(together, heads) * rows * length * (groups + 1)  # and their gradients
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    states = 3 + (k.shape[2] // chunk if trained else 0)
+    state = heads * state_size(spec, k.shape[3], v.shape[3])
+    return compute_dtype(k.dtype).itemsize * (monomials + states * state)
+
+
+# What is free when a model is compiled decides for it.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")  # a container's limit, where there is one
+    try:
+        limit = int((group / "memory.max").read_text())
+        return min(free, limit - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        return free

@@ -1,0 +1,96 @@
+"""Attention over an endless sequence, piece by piece, holding nothing but the state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softmax_rnn.ops.monomials import degrees
+from softmax_rnn.ops.operation import attention
+from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.state import State
+from softmax_rnn.ops.variants import resolve
+
+
+class Stream:
+    """Causal attention of a finite series, fed pieces of any length in order.
+
+    Gradients stop at every call; to train through states, call ``attention`` with ``state``. A
+    float32 state counts to some 2^24 = 16.8 million tokens, or calls of many tokens at once; feed
+    float64 for more.
+
+    Args:
+        spec: a finite series without a clamp, or the name of a variant with one.
+        length_power: [H], as for ``attention``, if the spec has one; likewise the norm's
+        norm_weight: [E], and
+        norm_bias: [E].
+        state: where to go on; the beginning if not given.
+
+    Raises:
+        ValueError: for a spec without a state.
+
+    Example:
+        >>> stream = Stream("taylor:2")
+        >>> for piece in torch.randn(10, 3, 1, 4, 100, 16):  # ten pieces of 100 tokens
+        ...     out = stream(*piece)
+        >>> stream.tokens
+        1000
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec | str,
+        *,
+        length_power: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        norm_bias: Tensor | None = None,
+        state: State | None = None,
+    ) -> None:
+        self.spec = resolve(spec)
+        degrees(self.spec)  # a series without an end has no state
+        if self.spec.clamp is not None:
+            raise ValueError(f"A clamped score (clamp={self.spec.clamp}) has no recurrent form.")
+        self.state = state
+        self._parameters: dict[str, Any] = {
+            "length_power": length_power,
+            "norm_weight": norm_weight,
+            "norm_bias": norm_bias,
+        }
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        input_gate: Tensor | None = None,
+        output_gate: Tensor | None = None,
+    ) -> Tensor:
+        """The outputs of the next tokens; shapes as for ``attention``, any length."""
+        out, self.state = attention(
+            q,
+            k,
+            v,
+            self.spec,
+            mask=mask,
+            input_gate=input_gate,
+            output_gate=output_gate,
+            state=self.state,
+            return_state=True,
+            **self._parameters,
+        )
+        return out
+
+    @property
+    def tokens(self) -> int:
+        """Positions seen so far."""
+        return 0 if self.state is None else self.state.tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held between calls."""
+        return 0 if self.state is None else self.state.nbytes

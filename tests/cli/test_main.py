@@ -1,0 +1,392 @@
+"""The command line: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+import softmax_rnn
+import softmax_rnn.data.encoding as encoding
+import softmax_rnn.data.preparation as preparation
+from made_up import made_up
+from processes import Forked
+from softmax_rnn._utils import files
+from softmax_rnn._utils.errors import EXIT_CODES
+from softmax_rnn.cli import commands
+from softmax_rnn.cli import main as cli
+from softmax_rnn.cli.main import main
+from softmax_rnn.data import prepare
+from softmax_rnn.data.shards import Journal
+from softmax_rnn.experiments.launch import LocalLauncher
+from softmax_rnn.training import RunConfig
+from softmax_rnn.training.stopping import RunStopped, StopRequest
+from tiny import TINY
+
+
+def options(texts: Path, out: Path, **fields: object) -> list[str]:
+    merged = {**TINY, "steps": 4, "corpus": texts, "out": out, **fields}
+    return [word for key, value in merged.items() for word in (f"--{key}", str(value))]
+
+
+def test_compare_from_nothing_to_a_report(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "runs"
+    arguments = ["compare", "softmax", "taylor:2", *options(texts, out)]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "minus softmax" in shown
+    for name in ("results.csv", "figure.png", "figure.svg", "report.html"):
+        assert (out / name).stat().st_size > 0
+    before = (out / "softmax-seed0" / "metrics.jsonl").stat().st_mtime_ns
+    assert main(arguments) == 0
+    assert (out / "softmax-seed0" / "metrics.jsonl").stat().st_mtime_ns == before
+    assert main(["report", str(out)]) == 0
+
+
+def test_train(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "--attention", "norm", *options(texts, tmp_path / "run")]
+    assert main([word.replace("block_size", "block-size") for word in arguments]) == 0
+    assert "test loss" in capsys.readouterr().out
+    config = tmp_path / "run" / "config.yaml"
+    again = ["train", "--config", str(config), "--out", str(tmp_path / "again")]
+    assert main(again) == 0
+    assert (tmp_path / "again" / "config.yaml").read_text() == config.read_text()
+
+
+def test_train_then_generate_then_analyze(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(["train", "--attention", "taylor:2", *options(texts, out)]) == 0
+    capsys.readouterr()
+    assert main(["generate", str(out), "--prompt", "state ", "--max-new-tokens", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("state ")
+    assert "cache: recurrent; recurrent cache" in shown
+    assert main(["analyze", str(out), "--blocks", "2", "--order", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "by the bound" in shown
+    for name in ("analysis.png", "analysis.svg", "analysis_heads.csv", "analysis_powers.csv"):
+        assert (out / name).stat().st_size > 0
+
+
+def test_prepare(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["prepare", str(texts), "--test-fraction", "0.2", "--workers", "1"]
+    assert main(command) == 0
+    first = capsys.readouterr().out
+    assert "tokens, SHA-256" in first
+    assert main([*command, "--verify"]) == 0
+    assert capsys.readouterr().out == first
+    (shard,) = Path(first.split("\n")[-2].strip()).glob("test-*.bin")
+    shard.write_bytes(bytes(len(shard.read_bytes())))
+    assert main([*command, "--verify"]) == 2
+    assert shard.name in capsys.readouterr().err
+
+
+def test_prepare_is_stopped(
+    texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "load_corpus", lambda *_, **__: signal.raise_signal(15))
+    assert main(["prepare", str(texts)]) == 75
+    assert capsys.readouterr().err == "Stopped by SIGTERM; the same command goes on\n"
+
+
+@pytest.mark.parametrize("command", ["prepare", "train"])
+def test_prepare_stopped_before_its_first_shard_is_prepared_anew(
+    command: str,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = {
+        "prepare": ["prepare", str(texts)],
+        "train": ["train", "--corpus", str(texts), "--out", str(tmp_path / "run")],
+    }[command]
+    monkeypatch.setattr(preparation, "encode_all", lambda *_: signal.raise_signal(15))
+    assert main(words) == 75
+    told = "nothing was kept of the corpus: the same command prepares it anew\n"
+    assert capsys.readouterr().err.endswith(f"Stopped by SIGTERM; {told}")
+
+
+def test_prepare_stopped_after_a_shard_goes_on(
+    texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(prepare.__kwdefaults__, "shard_tokens", 500)
+    monkeypatch.setattr(preparation, "_SMALL", 1000)
+    monkeypatch.setattr(encoding, "_CHARACTERS", 1000)
+    before = Journal.commit
+
+    def commit(self: Journal, **record: object) -> None:
+        before(self, **record)
+        signal.raise_signal(15)
+
+    monkeypatch.setattr(Journal, "commit", commit)
+    assert main(["prepare", str(texts)]) == 75
+    told = "Stopped by SIGTERM; the same command goes on\n"
+    assert capsys.readouterr().err.endswith(told)
+
+
+def test_reproduce_dry_run_and_claims(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reproduce", "figure2", "--scale", "paper", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("275.3 M") == 6
+    assert "36 x 1024" in shown
+    assert shown.count("13 h") == 9
+    assert "9 to run" in shown
+    fields = [f"{key}={value}" for key, value in {**TINY, "corpus": texts}.items()]
+    for attention in ("softmax", "norm"):
+        where = tmp_path / "demo" / "base-stdlib" / f"{attention}-seed0"
+        assert main(["train", "--attention", attention, *options(texts, where)]) == 0
+    capsys.readouterr()
+    assert main(["claims", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "1. Norm's loss equals softmax's." in shown
+    assert "norm equal to softmax within 0.03" in shown
+    claims = json.loads((tmp_path / "demo" / "claims.json").read_text())
+    assert {row["claim"] for row in claims} == set(range(1, 12))
+    there = ["reproduce", "figure2", "--out", str(tmp_path), "--dry-run", "--with", *fields]
+    assert main(there) == 0
+    assert capsys.readouterr().out.count("finished") == 2
+
+
+def test_variants(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["variants"]) == 0
+    assert "denominator=none, norm=l2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "nrom"], "Did you mean 'norm'?"),
+        (["compare", "softmax_l2", "norm"], "'softmax_l2' and 'norm' are one"),
+        (["compare", "softmax", "--seeds", "0", "0"], "A seed is given twice: 0, 0"),
+        (["compare", "softmax", "--parallel", "0"], "parallel must be at least 1, not 0"),
+        (["train", "--corpus", ""], "No file matches the corpus ''"),
+        (["compare", "--preset", "dmo"], "Unknown preset 'dmo'. Did you mean 'demo'?"),
+        (["compare", "--stepz", "3"], "--stepz. Did you mean '--steps'?"),
+        (["train", "--stpes", "20"], "--stpes 20. Did you mean '--steps'?"),
+        (["train", "-steps", "20"], "-steps 20. Did you mean '--steps'?"),
+        (["train", "-steps=20"], "-steps=20. Did you mean '--steps'?"),
+        (["compare", "norm", "-block-size", "20"], "Did you mean '--block_size'?"),
+        (["prepare", "stdlib", "-end-of-txt", "a"], "Did you mean '--end_of_text'?"),
+        (["train", "--steps", "many"], "Got value: many"),
+        (["train", "--num-heads", "3"], "num_heads=3 must divide"),
+        (["train", "--corpus", "no/such/*.txt"], "No file matches the corpus 'no/such/*.txt'"),
+        (["train", "--config", "no_such.yaml"], "no_such.yaml"),
+        (["report", "no/such"], "There is no folder no/such"),
+        (["reproduce", "figure7"], "Unknown figure 'figure7'. Did you mean 'figure"),
+        (["reproduce", "figure4", "--scale", "papr"], "Did you mean 'paper'?"),
+        (["reproduce", "figure4", "--dry-run", "--gpu", "H20"], "Did you mean 'H200'?"),
+        (["reproduce", "figure4", "--with", "steps"], "KEY=VALUE words, not 'steps'"),
+        (["reproduce", "figure4", "--with", "stepz=3"], "Did you mean 'steps'?"),
+        (["claims", "no/such"], "No finished run of scale 'demo' in no/such"),
+        (["generate", "no/such", "--prompt", "a"], "no/such holds no model"),
+        (["analyze", "no/such"], "no/such"),
+        (["trian"], "Did you mean 'train'?"),
+        (["train", "--stop-after", "90"], "written as in 2d, 1h50m or 90s, not '90'"),
+        (["compare", "softmax", "--stop-after", "soon"], "1h50m or 90s, not 'soon'"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    told = capsys.readouterr().err
+    assert code == 2
+    assert message in told
+    assert "Traceback" not in told
+    assert len(told.splitlines()) <= 4
+
+
+def test_an_unknown_key_of_a_config_file_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("learning_rat: 0.1\n")
+    with pytest.raises(SystemExit):
+        main(["train", "--config", str(tmp_path / "config.yaml")])
+    assert "Did you mean 'learning_rate'?" in capsys.readouterr().err
+
+
+def test_the_preset_of_a_config_file_is_honoured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[RunConfig] = []
+
+    def stop(config: RunConfig, *_: object, **__: object) -> None:
+        seen.append(config)
+        raise OverflowError("far too large")
+
+    monkeypatch.setattr(commands, "train", stop)
+    file = tmp_path / "config.yaml"
+    file.write_text("preset: small\nsteps: 20_000\n")
+    assert main(["train", "--config", str(file), "--seed", "3"]) == 1
+    assert seen.pop() == RunConfig.preset("small", steps=20_000, seed=3)
+    assert main(["train", "--config", str(file), "--preset", "large"]) == 1
+    assert seen.pop() == RunConfig.preset("large", steps=20_000)
+    file.write_text("preset: smal\n")
+    assert main(["train", "--config", str(file)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OverflowError("too much"), "OverflowError: too much"),
+        (MemoryError("too much"), "MemoryError: too much"),
+        (FloatingPointError("too much"), "FloatingPointError: too much"),
+        (RuntimeError("CPU: can't allocate memory"), "CPU: can't allocate memory"),
+    ],
+)
+def test_what_the_machine_cannot_do_is_told_in_a_line(
+    error: Exception,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(commands, "train", fail)
+    assert main(["train", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"error: {told}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train"], "stopped; the same command with --resume goes on\n"),
+        (["train", "--resume"], "stopped; the same command goes on\n"),
+        (["compare"], "stopped; the same command goes on\n"),
+    ],
+)
+def test_stopping_is_told_in_a_line(
+    words: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("train", "run_all"):
+        monkeypatch.setattr(commands, name, interrupt)
+    assert main([*words, "--out", str(tmp_path / "run")]) == 130
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_what_was_saved_has_an_exit_code_of_its_own(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seen: list[float] = []
+
+    def stop(*_: object, stop_after: float, **__: object) -> None:
+        seen.append(stop_after)
+        raise RunStopped(signal.SIGTERM, "after step 7")
+
+    for name in ("train", "run_all"):
+        monkeypatch.setattr(commands, name, stop)
+    assert main([command, "--out", str(tmp_path / "run"), "--stop-after", "1h50m"]) == 75
+    resume = " with --resume" if command == "train" else ""
+    told = f"Stopped by SIGTERM after step 7; the same command{resume} goes on\n"
+    assert capsys.readouterr().err == told
+    assert seen == [6600]
+
+
+def test_exit_codes_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    readme = Path(__file__).parents[2].joinpath("README.md").read_text()
+    for code, about in EXIT_CODES.items():
+        assert f"{code:d} {about}" in shown
+        assert f"| {code:d} | {about} |" in readme
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert softmax_rnn.__version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "processes", "at_once"), [(0, "1", False), (0, "2", True), (75, "1", True)]
+)
+def test_how_a_process_ends(
+    code: int, processes: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once where its interpreter could spoil the exit code; what waits for that comes first."""
+    calls: list[object] = []
+    monkeypatch.setattr(StopRequest, "ends_process", False)
+    monkeypatch.setattr(cli, "main", lambda: code)
+    monkeypatch.setattr(cli.atexit, "_run_exitfuncs", lambda: calls.append("atexit"))
+    monkeypatch.setattr(cli.os, "_exit", calls.append)
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    with pytest.raises(SystemExit) as stop:  # were this no test, it might be gone already
+        cli.process()
+    assert stop.value.code == code
+    assert calls == (["atexit", code] if at_once else [])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "runs"],
+        ["analyze", "runs/norm-0", "--out", "file/below"],
+        ["compare", "softmax", "--out", "file", "--corpus", "stdlib"],
+        ["train", "--out", "x" * 300],
+    ],
+)
+def test_a_folder_that_will_not_do_is_wrong_input(
+    words: list[str],
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is told before there is any work in vain."""
+    made_up(tmp_path / "runs", "norm", 0, 1.5)
+    (tmp_path / "file").touch()
+
+    def read_only(**_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", read_only)
+    words = [str(texts) if word == "stdlib" else word for word in words]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert re.search(r"Nothing can be written in .* \(.*\): choose|File name too long", told)
+
+
+def test_names_are_words_and_no_markup(
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(LocalLauncher, "start", Forked.start)
+    out = tmp_path / "br[/b]x$\\frac$"
+    assert main(["compare", "softmax", *options(texts, out)]) == 0
+    assert "in " in capsys.readouterr().out
+    assert main(["analyze", str(out / "softmax-seed0"), "--blocks", "1", "--order", "2"]) == 0
+    run = tmp_path / "run$\\frac$"
+    (out / "softmax-seed0").rename(run)
+    assert main(["analyze", str(run), "--blocks", "1", "--order", "2"]) == 0

@@ -1,0 +1,167 @@
+"""Generation with a recurrent cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+
+import softmax_rnn as sr
+from softmax_rnn.models.cache import key_value_bytes, recurrent_bytes
+from test_modeling import GREEDY, build
+
+FINITE = [
+    name for name, spec in sr.variants().items() if spec.order is not None and spec.clamp is None
+]
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_greedy_is_uncached(name: str, batch: dict[str, torch.Tensor]) -> None:
+    model = build(name)
+    expected = model.generate(**batch, **GREEDY, use_cache=False)
+    assert len(expected[:, 23:].unique()) > 1
+    cache = sr.RecurrentCache()
+    assert torch.equal(model.generate(**batch, **GREEDY, past_key_values=cache), expected)
+    assert cache.get_seq_length() == 23 + GREEDY["max_new_tokens"] - 1
+    assert cache.nbytes == recurrent_bytes(model.config, torch.float32, 2) + 2 * 2 * 8
+
+
+@pytest.mark.parametrize("options", [{"do_sample": True}, {"num_beams": 3}, {"num_beams": 2}])
+def test_sampling_and_beams_are_uncached(options: dict, batch: dict[str, torch.Tensor]) -> None:
+    model = build("taylor:2")
+    found = []
+    for cache in ({"use_cache": False}, {"past_key_values": sr.RecurrentCache()}):
+        torch.manual_seed(3)
+        found.append(model.generate(**batch, **{**GREEDY, **options}, **cache))
+    assert torch.equal(*found)
+
+
+def test_generation_takes_states_unless_they_outweigh_the_model() -> None:
+    def cache_of(name: str, **options: object) -> object:
+        model = build(name)
+        ids = torch.tensor([[1, 2, 3]])
+        out = model.generate(ids, **GREEDY, return_dict_in_generate=True, **options)
+        return type(out.past_key_values)
+
+    assert cache_of("taylor:2") is sr.RecurrentCache
+    assert cache_of("linear_elu") is sr.RecurrentCache
+    assert cache_of("taylor:9") is DynamicCache  # 24,310 monomials: more than the model
+    assert cache_of("softmax") is DynamicCache
+    assert cache_of("clamped") is DynamicCache
+    assert cache_of("taylor:2", cache_implementation="dynamic") is DynamicCache
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("softmax", {"assistant_model": "taylor:2"}),
+        ("taylor:2", {"assistant_model": "softmax"}),
+        ("taylor:2", {"assistant_model": "taylor:2"}),
+        ("norm", {"assistant_model": "linear_elu"}),
+        ("taylor:2", {"prompt_lookup_num_tokens": 3}),
+        ("taylor:2", {"assistant_early_exit": 1}),
+    ],
+)
+def test_assisted_decoding_is_greedy(name: str, options: dict, batch: dict) -> None:
+    """Proposed tokens are taken back, of which a sum is not capable."""
+    model, ids = build(name), batch["input_ids"][:1]
+    greedy = {**GREEDY, "eos_token_id": 60}  # transformers 5.6 looks for one among the proposed
+    expected = model.generate(ids, **greedy)
+    draft = options.get("assistant_model")
+    if draft is not None:
+        options = {"assistant_model": build(draft, num_hidden_layers=1)}
+    assert torch.equal(model.generate(ids, **greedy, **options), expected)
+
+
+def test_assisted_decoding_refuses_a_recurrent_cache() -> None:
+    model = build("taylor:2")
+    with pytest.raises(ValueError, match="Assisted decoding needs a key/value cache: leave"):
+        model.generate(
+            torch.tensor([[1, 2, 3, 1, 2, 3]]),
+            **{**GREEDY, "eos_token_id": 60},
+            prompt_lookup_num_tokens=3,
+            past_key_values=sr.RecurrentCache(),
+        )
+
+
+def test_the_size_does_not_grow_with_the_text() -> None:
+    model = build("taylor:2")
+    sizes = []
+    for tokens in (5, 50):
+        cache = sr.RecurrentCache()
+        model.generate(
+            torch.ones(1, 4, dtype=torch.long),
+            **{**GREEDY, "max_new_tokens": tokens},
+            past_key_values=cache,
+        )
+        sizes.append(cache.nbytes)
+    assert sizes[0] == sizes[1]
+    assert key_value_bytes(model.config, torch.float32, 10) == 10 * 2 * 2 * 2 * 8 * 4
+
+
+def test_saved_and_restored(tmp_path: Path, batch: dict[str, torch.Tensor]) -> None:
+    model = build("taylor_elu:2")
+    cache = sr.RecurrentCache()
+    model(**batch, past_key_values=cache)
+    cache.save(tmp_path / "cache.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["cache.safetensors"]
+    restored = sr.RecurrentCache.load(tmp_path / "cache.safetensors")
+    following = torch.randint(0, 61, (2, 3))
+    shown = torch.cat([batch["attention_mask"], torch.ones(2, 3, dtype=torch.long)], dim=1)
+    after = [
+        model(input_ids=following, attention_mask=shown, past_key_values=each).logits
+        for each in (cache, restored)
+    ]
+    assert torch.equal(*after)
+
+
+def test_older_transformers_ask_by_another_name() -> None:
+    """Without it a layer of theirs is abstract: 5.6 could not make one."""
+    layer = sr.RecurrentCache().layer(0)
+    assert layer.get_max_cache_shape() == layer.get_max_length() == -1
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.9])
+def test_a_file_cut_short_is_named(
+    tmp_path: Path, batch: dict[str, torch.Tensor], share: float
+) -> None:
+    cache, path = sr.RecurrentCache(), tmp_path / "cache.safetensors"
+    build("taylor:2")(**batch, past_key_values=cache)
+    cache.save(path)
+    os.truncate(path, int(share * path.stat().st_size))
+    with pytest.raises(ValueError, match="is not what RecurrentCache.save wrote"):
+        sr.RecurrentCache.load(path)
+
+
+def test_batches_can_be_picked_repeated_and_reset(batch: dict[str, torch.Tensor]) -> None:
+    model = build("taylor:2")
+    cache = sr.RecurrentCache()
+    model(**batch, past_key_values=cache)
+    before = cache.layers[0].state
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(cache.layers[0].state.sums[2], before.sums[1])
+    cache.batch_select_indices(torch.tensor([3]))
+    assert torch.equal(cache.layers[0].state.sums[0], before.sums[1])
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert cache.nbytes == 0
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    ids = torch.tensor([[1, 2, 3]])
+    cache = sr.RecurrentCache()
+    with pytest.raises(ValueError, match="infinitely many powers"):
+        build("softmax")(ids, past_key_values=cache)
+    build("taylor:2")(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="cannot be cropped"):
+        cache.crop(1)
+    with pytest.raises(ValueError, match="made by another spec"):
+        build("taylor:3")(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="has seen nothing yet"):
+        sr.RecurrentCache().save(tmp_path / "cache.safetensors")
+    cache.reset()
+    with pytest.raises(ValueError, match="has seen nothing yet"):
+        cache.save(tmp_path / "cache.safetensors")

@@ -1,0 +1,191 @@
+"""Every form agrees with dense in float64: outputs and all gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import softmax_rnn as sr
+from cases import LAYOUTS, MASKS, Shape, assert_close, make_case
+from softmax_rnn.ops.dispatch import FORMS
+from softmax_rnn.ops.spec import AttentionSpec
+from strategies import layouts, specs, widths
+
+TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 5e-5,
+    torch.bfloat16: 4e-2,
+    torch.float16: 5e-3,
+}
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("name", sr.variants())
+def test_every_variant_and_form(name: str, causal: bool) -> None:
+    spec = sr.variant(name)
+    for mask in MASKS:
+        case = make_case(spec, causal=causal, mask=mask)
+        expected = case.run(sr.attention, form="dense")
+        for form in case.forms:
+            for dtype in (torch.float64, torch.float32):
+                found = case.run(sr.attention, dtype, form=form)
+                assert_close(found, expected, TOLERANCE[dtype], f"{form} {mask} {dtype}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["softmax", "norm", "gate", "taylor:4", "linear_elu", "detached"])
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    case = make_case(sr.variant(name), mask="padding")
+    rounded = {key: x.to(dtype).double() for key, x in case.tensors.items()}
+    case = dataclasses.replace(case, tensors=rounded, upstream=case.upstream.to(dtype).double())
+    expected = case.run(sr.attention, form="dense")
+    for form in case.forms:
+        assert_close(case.run(sr.attention, dtype, form=form), expected, TOLERANCE[dtype], form)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("name", ["softmax", "norm", "gate", "detached", "taylor:3", "both_gates"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(queries=300, keys=300, kv_heads=4),  # several blocks, the last one short
+        Shape(queries=1, keys=33),  # one token against a cache
+        Shape(queries=129, keys=260, heads=3, kv_heads=1),
+        Shape(batch=1, heads=1, kv_heads=1, queries=1, keys=1, width=1, value_width=1),
+        Shape(queries=20, keys=20, width=4, value_width=11),
+    ],
+    ids=["blocks", "decode", "one_kv_head", "tiny", "wide_values"],
+)
+def test_shapes(name: str, shape: Shape, causal: bool) -> None:
+    spec = sr.variant(name)
+    case = make_case(spec, causal=causal, shape=shape)
+    expected = case.run(sr.attention, form="dense")
+    for form in case.forms:
+        assert_close(case.run(sr.attention, form=form), expected, 1e-10, form)
+
+
+@pytest.mark.parametrize("mask", ["[S]", "[T, S]", "[B, 1, T, S]", "[1, H, 1, S]", "[B, 1, T, 1]"])
+@pytest.mark.parametrize("name", ["norm", "gate", "length", "softmax_plus_one"])
+def test_masks_that_broadcast(name: str, mask: str) -> None:
+    case = make_case(sr.variant(name))
+    sizes = {"B": 2, "H": 4, "T": 37, "S": 41, "1": 1}
+    shape = [sizes[letter] for letter in mask.strip("[]").split(", ")]
+    shown = torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.3
+    case = dataclasses.replace(case, mask=shown)
+    full = dataclasses.replace(case, mask=shown.expand(2, 4, 37, 41))
+    expected = full.run(sr.attention, form="dense")
+    for form in case.forms:
+        assert_close(case.run(sr.attention, form=form), expected, 1e-10, form)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["softmax", "norm", "softmax_plus_one", "gate", "taylor:2"])
+def test_layouts(name: str, layout: str) -> None:
+    """Wherever the numbers of inputs and gradients lie in memory; float32 has the fast kernels."""
+    shape = Shape(batch=1, queries=70, keys=70, width=16, value_width=16)
+    case = make_case(sr.variant(name), shape=shape)
+    case = dataclasses.replace(case, layouts=dict.fromkeys(["q", "k", "v", "upstream"], layout))
+    expected = case.run(sr.attention, form="dense")
+    for form in case.forms:
+        for dtype in (torch.float64, torch.float32):
+            found = case.run(sr.attention, dtype, form=form)
+            assert_close(found, expected, TOLERANCE[dtype], f"{form} {dtype}")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    spec=specs(),
+    causal=st.booleans(),
+    mask=st.sampled_from(MASKS),
+    queries=st.integers(1, 140),
+    past=st.integers(0, 20),
+    widths=widths(),
+    layout=layouts(),
+    seed=st.integers(0, 999),
+)
+def test_any_spec(
+    spec: AttentionSpec,
+    causal: bool,
+    mask: str,
+    queries: int,
+    past: int,
+    widths: tuple[int, int],
+    layout: dict[str, str],
+    seed: int,
+) -> None:
+    width, value_width = widths
+    shape = Shape(1, 2, 1, queries, queries + past, width, value_width)
+    case = make_case(spec, causal=causal, mask=mask, shape=shape, seed=seed)
+    case = dataclasses.replace(case, layouts=layout)
+    if spec.feature_map == "relu" and spec.order not in (None, 0) and spec.row_sum:
+        # A row whose every weight is zero has a gradient of any size beside it.
+        case = dataclasses.replace(
+            case, spec=dataclasses.replace(spec, denominator="length", epsilon=0.0, floor=0.0)
+        )
+    expected = case.run(sr.attention, form="dense")
+    for form in case.forms:
+        assert_close(case.run(sr.attention, form=form), expected, 1e-8, form)
+
+
+@pytest.mark.parametrize("form", ["dense", "fused", "blocked"])
+@pytest.mark.parametrize("name", ["softmax", "norm", "softmax_plus_one"])
+def test_large_scores_do_not_overflow(name: str, form: str) -> None:
+    """Scores in the hundreds, where exp overflows float32; float64 still holds them."""
+    case = make_case(sr.variant(name), spread=8.0)
+    expected = case.run(sr.attention, form="dense")
+    assert_close(case.run(sr.attention, torch.float32, form=form), expected, 1e-3)
+
+
+@pytest.mark.parametrize("form", ["dense", "fused", "blocked"])
+def test_unnormalised_overflow_is_an_error(form: str) -> None:
+    case = make_case(AttentionSpec(denominator="none"), spread=10.0)
+    with pytest.raises(OverflowError, match="log-sum-exp is"):
+        case.run(sr.attention, torch.float32, form=form)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "triton"])
+def test_inputs_stay_as_they_were(form: str) -> None:
+    case = make_case(sr.variant("taylor" if FORMS[form].stateful else "softmax"), mask="padding")
+    before = {name: x.clone() for name, x in case.tensors.items()}
+    case.run(sr.attention, form=form)
+    for name, x in case.tensors.items():
+        assert torch.equal(x, before[name])
+
+
+def test_auto_takes_the_fused_kernel_wherever_an_identity_allows() -> None:
+    for name in ("softmax", "norm", "norm_gate_after", "softmax_plus_one"):
+        assert sr.forms(name)[0] == "fused"
+    for name in ("gate", "taylor:4", "linear_elu", "norm_rms"):
+        assert sr.forms(name)[0] == "blocked"
+    assert "fused" not in sr.forms("softmax_plus_one", "mps")
+    for device in ("cuda", "mps"):
+        assert sr.forms("norm", device)[0] == "fused"
+
+
+def test_memory_of_the_blocked_form_is_linear() -> None:
+    """No tensor of the backward pass grows with the square of the length."""
+    largest = {}
+    for length in (512, 2048):
+        case = make_case(
+            sr.variant("gate"),
+            shape=Shape(batch=1, heads=1, kv_heads=1, queries=length, keys=length),
+        )
+        with torch.profiler.profile(profile_memory=True) as profile:
+            case.run(sr.attention, torch.float32, form="blocked")
+        largest[length] = max(event.cpu_memory_usage for event in profile.events())
+    assert largest[2048] <= 4.5 * largest[512]
+
+
+@pytest.mark.parametrize("name", ["softmax", "norm", "softmax_plus_one", "taylor:2", "gate"])
+def test_negative_scales(name: str) -> None:
+    """A fused kernel multiplies its mask of minus infinities by the scale."""
+    spec = sr.variant("taylor", order=2) if ":" in name else sr.variant(name)
+    case = make_case(dataclasses.replace(spec, scale=-0.3), shape=Shape(queries=30, keys=30))
+    expected = case.run(sr.attention, form="dense")
+    for form in case.forms:
+        assert_close(case.run(sr.attention, form=form), expected, 1e-10, form)

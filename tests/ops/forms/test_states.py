@@ -1,0 +1,395 @@
+"""The forms with a state: however a sequence is cut, and whatever is fed to it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import softmax_rnn as sr
+from cases import Case, Shape, assert_close, make_case
+from softmax_rnn.ops.cost import FEATURES
+from strategies import layouts
+
+DENOMINATORS = (
+    *("sum", "detached_sum", "clamped_sum", "sum_plus_one"),
+    *("length", "learned_length", "none"),
+)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def in_pieces(case: Case, cuts: Sequence[int], form: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The case computed piece by piece, the state handed on: outputs and every gradient."""
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, spec: sr.AttentionSpec, *, mask: Tensor | None, **extras
+    ) -> Tensor:
+        state, outs = None, []
+        ends = [0, *cuts, q.shape[2]]
+        for start, stop in itertools.pairwise(ends):
+            here = slice(start, stop)
+            cut = {
+                name: x[..., here] if name in ("input_gate", "output_gate") else x
+                for name, x in extras.items()
+            }
+            out, state = sr.attention(
+                q[:, :, here],
+                k[:, :, here],
+                v[:, :, here],
+                spec,
+                mask=None if mask is None else mask[..., here],
+                state=state,
+                return_state=True,
+                form=form,
+                **cut,
+            )
+            outs.append(out)
+        assert state is not None
+        assert state.tokens == q.shape[2]
+        return torch.cat(outs, dim=2)
+
+    return case.run(attend, dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    series=st.sampled_from(["taylor", "power"]),
+    order=st.integers(0, 10),
+    feature_map=st.sampled_from(["identity", "elu1", "relu", "cosine"]),
+    denominator=st.sampled_from(DENOMINATORS),
+    norm=st.sampled_from(["none", "l2", "rms", "layer"]),
+    gates=st.sampled_from([(False, "none"), (True, "before_norm"), (False, "after_norm")]),
+    mask=st.sampled_from(["none", "padding"]),
+    length=st.integers(1, 150),
+    cuts=st.lists(st.integers(0, 150), max_size=3),
+    form=st.sampled_from(["auto", "chunked", "recurrent"]),
+    layout=layouts(),
+    seed=st.integers(0, 999),
+)
+def test_any_split_of_any_finite_series(
+    series: str,
+    order: int,
+    feature_map: str,
+    denominator: str,
+    norm: str,
+    gates: tuple[bool, str],
+    mask: str,
+    length: int,
+    cuts: list[int],
+    form: str,
+    layout: dict[str, str],
+    seed: int,
+) -> None:
+    """Equal to dense in float64 to 1e-10, gradients through the states included."""
+    if series == "power" and (norm != "none" or order > 4):
+        # A single power of a small product is a sum of large monomials, even in float64.
+        feature_map = "elu1"
+    spec = sr.AttentionSpec(
+        feature_map=feature_map,
+        series=series,
+        order=order,
+        scale=0.3,
+        denominator=denominator,
+        norm=norm,
+        input_gate=gates[0],
+        output_gate=gates[1],
+        epsilon=0.1 if denominator in ("sum", "detached_sum") else 0.0,
+    )
+    if not spec.sign_definite and denominator in ("sum", "detached_sum", "sum_plus_one"):
+        spec = dataclasses.replace(spec, denominator="sum", floor=0.5)  # away from its zeros
+    shape = Shape(batch=2, heads=2, kv_heads=1, queries=length, keys=length, width=3, value_width=2)
+    case = make_case(spec, mask=mask, shape=shape, seed=seed)
+    case = dataclasses.replace(case, layouts=layout)
+    expected = case.run(sr.attention, form="dense")
+    cuts = sorted(cut for cut in cuts if cut <= length)
+    assert_close(in_pieces(case, cuts, form, torch.float64), expected, 1e-10, f"{spec} {cuts}")
+
+
+@pytest.mark.parametrize("form", ["blocked", "chunked", "recurrent"])
+@pytest.mark.parametrize("order", range(11))
+def test_every_order(order: int, form: str) -> None:
+    shape = Shape(batch=1, heads=2, kv_heads=1, queries=277, keys=277, width=3, value_width=5)
+    case = make_case(sr.AttentionSpec(series="taylor", order=order, floor=0.5), shape=shape)
+    assert_close(
+        case.run(sr.attention, form=form), case.run(sr.attention, form="dense"), 1e-10, form
+    )
+
+
+@pytest.mark.parametrize("feature_map", ["identity", "elu1", "relu", "cosine"])
+@pytest.mark.parametrize("series", ["taylor", "power"])
+@pytest.mark.parametrize("order", range(11))
+def test_every_order_series_and_map_in_pieces(order: int, series: str, feature_map: str) -> None:
+    """Denominators and norms in turn, so that each meets every map and both series."""
+    turn = order + 3 * ["identity", "elu1", "relu", "cosine"].index(feature_map)
+    spec = sr.AttentionSpec(
+        feature_map=feature_map,
+        series=series,
+        order=order,
+        scale=0.3,
+        denominator=DENOMINATORS[turn % len(DENOMINATORS)],
+        norm=("none", "l2", "rms", "layer")[turn % 4],
+    )
+    if spec.row_sum is not None:
+        if not spec.sign_definite:  # away from its zeros
+            spec = dataclasses.replace(spec, denominator="sum", floor=0.5)
+        elif spec.denominator in ("sum", "detached_sum"):
+            spec = dataclasses.replace(spec, epsilon=0.1)
+    shape = Shape(batch=1, heads=2, kv_heads=1, queries=73, keys=73, width=3, value_width=2)
+    case = make_case(spec, mask="padding", shape=shape, seed=turn)
+    expected = case.run(sr.attention, form="dense")
+    for form in ("chunked", "recurrent"):
+        found = in_pieces(case, [17, 18], form, torch.float64)
+        assert_close(found, expected, 1e-10, f"{form} {spec}")
+
+
+@pytest.mark.parametrize("name", ["taylor:2", "linear_elu", "quadratic", "length_of_powers"])
+@pytest.mark.parametrize(
+    ("causal", "queries", "keys"),
+    [(True, 1, 1), (True, 257, 600), (True, 300, 300), (False, 257, 600), (False, 5, 1)],
+)
+def test_several_chunks(name: str, causal: bool, queries: int, keys: int) -> None:
+    """Keys before the first query, more queries than keys, heads in groups; in pieces of heads."""
+    if name == "length_of_powers":
+        spec = sr.AttentionSpec(series="taylor", order=3, denominator="length")
+    else:
+        family, _, order = name.partition(":")
+        spec = sr.variant(family, order=int(order)) if order else sr.variant(name)
+    shape = Shape(queries=queries, keys=keys, width=4)
+    case = make_case(spec, causal=causal, mask="padding", shape=shape)
+    expected = case.run(sr.attention, form="dense")
+    for form in ("chunked", "recurrent"):
+        assert_close(case.run(sr.attention, form=form), expected, 1e-10, form)
+
+
+def test_head_groups_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(sr.variant("taylor", order=3), shape=Shape(queries=150, keys=150))
+    expected = case.run(sr.attention, form="chunked")
+    monkeypatch.setitem(FEATURES, "cpu", 1)
+    assert_close(case.run(sr.attention, form="chunked"), expected, 1e-14)
+
+
+def test_the_state_of_half_inputs_is_float32() -> None:
+    case = make_case(sr.variant("taylor", order=2), shape=Shape(queries=200, keys=200))
+    q, k, v = (case.tensors[name].bfloat16() for name in "qkv")
+    out, state = sr.attention(q, k, v, "taylor:2", return_state=True)
+    assert out.dtype == torch.bfloat16
+    assert state.sums.dtype == torch.float32
+    expected = sr.attention(q.double(), k.double(), v.double(), "taylor:2", form="dense")
+    assert float((out - expected).norm() / expected.norm()) < 4e-3
+
+
+def test_the_gradient_of_a_returned_state() -> None:
+    """A loss on the state itself, and on what a later call makes of it."""
+    case = make_case(sr.variant("taylor", order=3), shape=Shape(queries=140, keys=140, width=4))
+
+    def state_of(form: str) -> list[Tensor]:
+        q, k, v = (case.tensors[name].clone().requires_grad_() for name in "qkv")
+        _, state = sr.attention(q, k, v, case.spec, form=form, return_state=True)
+        weights = torch.linspace(-1, 1, state.sums.numel(), dtype=torch.float64)
+        return list(torch.autograd.grad(weights @ state.sums.flatten(), (k, v)))
+
+    for a, b in zip(state_of("chunked"), state_of("recurrent"), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_keys_without_queries_only_move_the_state() -> None:
+    case = make_case(sr.variant("taylor", order=2), shape=Shape(queries=40, keys=40))
+    q, k, v = (case.tensors[name] for name in "qkv")
+    none, state = sr.attention(q[:, :, :0], k, v, case.spec, return_state=True)
+    assert none.shape[2] == 0
+    _, expected = sr.attention(q, k, v, case.spec, return_state=True)
+    torch.testing.assert_close(state.sums, expected.sums)
+
+
+def state_for(spec: sr.AttentionSpec | str = "taylor:2", **sizes: int) -> sr.State:
+    shape = {"batch": 1, "heads": 2, "length": 4, "width": 3, **sizes}
+    x = torch.zeros(shape["batch"], shape["heads"], shape["length"], shape["width"])
+    return sr.attention(x, x, x, spec, return_state=True)[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"state": lambda: state_for("taylor:3")}, "made by another spec"),
+        ({"state": lambda: state_for(width=4)}, r"must have shape \[1, 2, 4, 10\]"),
+        ({"state": lambda: state_for(batch=2)}, r"not \[2, 2, 4, 10\]"),
+        ({"state": lambda: {"sums": 1}}, "must be a softmax_rnn.State, not dict"),
+        ({"dtype": torch.float64}, "must be torch.float64 on cpu for torch.float64 inputs"),
+        ({"spec": "softmax", "state": lambda: None}, r"order=\d+ is within 0.001 of exp"),
+        ({"spec": "softmax", "form": "chunked", "return_state": False}, "no finite state"),
+        ({"spec": "length", "state": lambda: None}, "clamped score"),
+        ({"form": "blocked"}, "with a state on cpu; those that can: chunked, recurrent"),
+        ({"mask": torch.ones(4, 4, dtype=torch.bool)}, r"\[B, 1, 1, S\], not \[1, 1, 4, 4\]"),
+    ],
+)
+def test_mistakes_are_named(change: dict, message: str) -> None:
+    dtype = change.pop("dtype", torch.float32)
+    x = torch.zeros(1, 2, 4, 3, dtype=dtype)
+    arguments = {"spec": "taylor:2", "state": state_for, "return_state": True, **change}
+    spec = arguments.pop("spec")
+    state = arguments.pop("state")()
+    if spec == "softmax":
+        state = None
+    with pytest.raises(ValueError, match=message):
+        sr.attention(x, x, x, spec, state=state, **arguments)
+
+
+def test_a_state_too_large_says_which_order_fits() -> None:
+    x = torch.zeros(1, 8, 4, 128)
+    with pytest.raises(MemoryError, match=r"[\d,]+ bytes .* the largest order that fits is [234]"):
+        sr.attention(x, x, x, "taylor:6", form="chunked")
+
+
+def test_memory_counts_monomials_and_the_states_kept_to_train(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("softmax_rnn.ops.state._SMALL", 0)
+    free = 40_000_000
+    monkeypatch.setattr("softmax_rnn.ops.state._free_bytes", lambda device: free)
+    x = torch.zeros(1, 1, 8192, 16)
+    with torch.no_grad():
+        sr.attention(x, x, x, "taylor:3", form="chunked")
+    trained = x.clone().requires_grad_()
+    free = 3_000_000  # a state of 66 kB, and 64 of them kept
+    with pytest.raises(MemoryError, match="the largest order that fits is 2"):
+        sr.attention(trained, x, x, "taylor:3", form="chunked")
+    many = torch.zeros(1, 16, 600, 16)  # 16 query heads on one key: monomials of 17 columns each
+    with torch.no_grad(), pytest.raises(MemoryError, match="with what is needed"):
+        sr.attention(many, many[:, :1], many[:, :1], "taylor:3", form="chunked")
+    assert sr.attention(trained, x, x, "taylor:3").shape == x.shape  # auto takes another form
+
+
+def test_nan_is_reported_with_the_token() -> None:
+    q, k, v = torch.randn(3, 1, 2, 10, 3).unbind(0)
+    _, state = sr.attention(q, k, v, "taylor:2", return_state=True)
+    bad = v.clone()
+    bad[0, 1, 6] = torch.nan
+    with pytest.raises(FloatingPointError, match="The value of token 16 holds NaN"):
+        sr.attention(q, k, bad, "taylor:2", state=state, return_state=True)
+    long = k.clone()
+    long[0, 0, 3] = 1e30
+    with pytest.raises(OverflowError, match=r"state overflows torch.float32 .* of token 13"):
+        sr.attention(q, long, v, "taylor:2", state=state, return_state=True)
+    poisoned = dataclasses.replace(state, sums=state.sums * torch.nan)
+    with pytest.raises(FloatingPointError, match="state given holds NaN or infinity, after 10"):
+        sr.attention(q, k, v, "taylor:2", state=poisoned, return_state=True)
+
+
+def test_rows_of_a_state_can_be_picked() -> None:
+    case = make_case(sr.variant("taylor", order=2), mask="padding", shape=Shape(kv_heads=4))
+    q, k, v = (case.tensors[name][:, :, :37] for name in "qkv")
+    mask = case.mask[..., :37]
+    _, state = sr.attention(q, k, v, case.spec, mask=mask, return_state=True)
+    swapped = state.select(torch.tensor([1, 0, 1]))
+    assert swapped.visible.tolist() == [27, 37, 27]
+    assert torch.equal(swapped.sums[1], state.sums[0])
+    assert swapped.nbytes == state.nbytes * 3 // 2
+
+
+@pytest.mark.parametrize(("order", "width"), [(4, 16), (6, 16), (4, 32)])
+def test_a_sum_below_its_rounding_error_divides_nothing(order: int, width: int) -> None:
+    """Early tokens whose power is tiny beside the monomials it is a sum of."""
+    for seed in range(6):
+        draw = torch.Generator().manual_seed(seed)
+        q, k = torch.randn(2, 1, 4, 8, width, generator=draw).unbind(0)
+        v = 2 * torch.rand(1, 4, 8, width, generator=draw) - 1
+        stream = sr.Stream(sr.variant("power", order=order))
+        pieces = zip(*(x.split(1, dim=2) for x in (q, k, v)), strict=True)
+        out = torch.cat([stream(*piece) for piece in pieces], dim=2)
+        assert out.abs().max() <= 1.5, seed
+
+
+@pytest.mark.parametrize("hidden", [torch.nan, torch.inf, 1e25])
+@pytest.mark.parametrize("form", ["dense", "blocked", "chunked", "recurrent"])
+def test_a_hidden_key_may_hold_anything(form: str, hidden: float) -> None:
+    case = make_case(sr.variant("taylor", order=4), shape=Shape(queries=20, keys=20))
+    q, k, v = (case.tensors[name] for name in "qkv")
+    mask = torch.arange(20) >= 3
+    expected = sr.attention(q, k, v, case.spec, mask=mask, form=form)
+    k = k.masked_fill(~mask.view(1, 1, 20, 1), hidden)
+    torch.testing.assert_close(sr.attention(q, k, v, case.spec, mask=mask, form=form), expected)
+
+
+@pytest.mark.parametrize("form", ["chunked", "recurrent"])
+@pytest.mark.parametrize(("order", "size"), [(12, 1e3), (8, 1e-5)])
+def test_keys_and_queries_of_unlike_size(form: str, order: int, size: float) -> None:
+    """Ordinary scores of large keys and small queries: no power of either overflows."""
+    shape = Shape(batch=1, heads=1, kv_heads=1, queries=300, keys=300, width=3)
+    case = make_case(sr.variant("taylor", order=order), shape=shape)
+    q, k, v = (case.tensors[name].float() for name in "qkv")
+    expected = sr.attention(q, k, v, case.spec, form="blocked")
+    found = sr.attention(q / size, k * size, v, case.spec, form=form)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+SIZES = (1e-3, 0.1, 1.0, 10.0, 3e3, 1e4)
+
+
+@pytest.mark.parametrize("form", ["chunked", "recurrent"])
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [("taylor:2", 8), ("taylor:4", 4), ("taylor:8", 3), ("power:2", 8), ("power:4", 3)],
+)
+def test_states_of_keys_and_queries_of_any_size(name: str, width: int, form: str) -> None:
+    """Every row against float64; where sums or states are beyond float32 that is an error."""
+    spec = sr.variant(name)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 1, 2, 150, width, generator=draw, dtype=torch.float64)
+    sizes = list(itertools.product(SIZES, SIZES))
+    too_large = [max(key, key * query) ** spec.order > 1e28 for key, query in sizes]
+
+    def attend(sizes: list[tuple[float, float]]) -> Tensor:
+        """The largest error of each row, of all sizes at once."""
+        key, query = torch.tensor(sizes, dtype=torch.float64).view(-1, 2, 1, 1, 1).unbind(1)
+        q, k, v = query * x[0], key * x[1], x[2].expand(len(sizes), -1, -1, -1)
+        expected = sr.attention(q, k, v, spec, form="dense")
+        found, _ = sr.attention(q.float(), k.float(), v.float(), spec, return_state=True, form=form)
+        return (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+
+    error = attend([size for size, large in zip(sizes, too_large, strict=True) if not large])
+    assert error.max() < 1e-2
+    assert error.median() < 1e-5
+    for size, large in zip(sizes, too_large, strict=True):
+        if large and form == "chunked":
+            with contextlib.suppress(OverflowError):
+                assert attend([size]).max() < 1e-2, size
+
+
+def test_an_overflow_of_the_last_keys_is_told_at_once() -> None:
+    q, k, v = torch.randn(3, 1, 1, 3, 4).unbind(0)
+    k[..., 2, :] = 1e20
+    with pytest.raises(OverflowError, match="state overflows torch.float32"):
+        sr.attention(q * 1e-20, k, v, "taylor:2", return_state=True)
+
+
+@pytest.mark.parametrize("name", ["taylor:2", "clamped", "norm"])
+def test_hand_written_backward_passes_ignore_autocast(name: str) -> None:
+    family, _, order = name.partition(":")
+    spec = sr.variant(family, order=int(order)) if order else sr.variant(name)
+    case = make_case(spec, shape=Shape(queries=40, keys=40))
+    for form in {"fused", "blocked", "chunked"}.intersection(case.forms):
+        x = {key: tensor.float().requires_grad_() for key, tensor in case.tensors.items()}
+        loss = sr.attention(*x.values(), spec, form=form).square().sum()
+        expected = torch.autograd.grad(loss, list(x.values()), retain_graph=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = torch.autograd.grad(loss, list(x.values()))
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, msg=form)
+
+
+def test_fake_tensors_leave_no_trace() -> None:
+    """What a trace without data makes is not kept for the next call with data."""
+    with FakeTensorMode():
+        q = torch.randn(1, 1, 700, 5)
+        assert sr.attention(q, q, q, "taylor:3", form="chunked").shape == q.shape
+        assert sr.attention(q[:, :, :2], q[:, :, :2], q[:, :, :2], "taylor:3").shape[2] == 2
+    q = torch.randn(1, 1, 700, 5)
+    assert sr.attention(q, q, q, "taylor:3", form="chunked").isfinite().all()
