@@ -13,10 +13,11 @@ demo: $(VENV)/.run  ## train six variants side by side and report (about 6 minut
 test: $(VENV)/.dev  ## the test suite
 	$(BIN)/python -m pytest -n 2
 
-lint: $(VENV)/.dev  ## style, format and types
+lint: $(VENV)/.dev  ## style, format, types and the layers of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: $(VENV)/.dev  ## mend style and format
 	$(BIN)/ruff check --fix .

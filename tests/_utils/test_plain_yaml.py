@@ -21,6 +21,10 @@ def test_any_text_comes_back(text: str) -> None:
     assert parse_yaml(format_yaml(data), "here") == data
 
 
+def test_numbers_as_people_write_them() -> None:
+    assert parse_yaml("[1e-4, 1E+3, 1.5e3, 2, '1e5']", "here") == [1e-4, 1e3, 1.5e3, 2, "1e5"]
+
+
 def test_text_stays_legible() -> None:
     assert format_yaml({"corpus": "/data/Bücher"}) == "corpus: /data/Bücher\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from enum import IntEnum
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -39,3 +40,17 @@ def require_choice(what: str, value: object, allowed: Iterable[str]) -> None:
     names = list(allowed)
     if value not in names:
         raise unknown(what, value, names)
+
+
+def shown(value: Any) -> str:
+    """A value in an error: as Python writes it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def missing_extra(extra: str, needed_for: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """The error for a package that only an optional dependency group (an extra) brings."""
+    return ModuleNotFoundError(
+        f"{needed_for} needs the package {error.name!r}: pip install 'softmax-rnn[{extra}]'.",
+        name=error.name,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,3 +68,9 @@ class _PlainLoader(yaml.SafeLoader):
         if len(mapping) < len(node.value):
             raise yaml.MarkedYAMLError(problem="a key stands twice", problem_mark=node.start_mark)
         return mapping
+
+
+# YAML 1.1, which PyYAML reads, takes 1e-4 for text.
+_SCIENTIFIC = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
+for _kind in (_PlainLoader, _PlainDumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))

@@ -1,4 +1,14 @@
-"""A Hugging Face Llama whose attention is any spec of this package."""
+"""A Hugging Face Llama whose attention is any spec of this package.
+
+Importing this module registers the model with transformers' Auto classes.
+"""
+
+from softmax_rnn._utils.errors import missing_extra
+
+try:
+    import transformers  # noqa: F401
+except ModuleNotFoundError as error:
+    raise missing_extra("hf", "softmax_rnn.models", error) from error
 
 from softmax_rnn.models.cache import RecurrentCache
 from softmax_rnn.models.configuration import SIZES, SoftmaxRNNConfig

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from softmax_rnn._utils.rules import Rule, shown
+from softmax_rnn._utils.errors import shown
 from softmax_rnn.models.configuration import SoftmaxRNNConfig
 from softmax_rnn.models.modeling import SoftmaxRNNForCausalLM
 from softmax_rnn.ops.variants import resolve
@@ -16,11 +16,11 @@ from softmax_rnn.ops.variants import resolve
 _SOFTMAX = resolve("softmax").to_dict()
 _SOURCES = ("llama", "mistral", SoftmaxRNNConfig.model_type)
 # What a source's configuration must say; the fields that ours shares with Llama are copied.
-_RULES = {
-    "model_type": Rule(f"one of {', '.join(_SOURCES)}", lambda x: x in _SOURCES),
-    "attention": Rule("softmax", lambda x: x is None or x == _SOFTMAX),  # of our own models
-    "sliding_window": Rule("None (attention to all tokens)", lambda x: x is None),
-    "layer_types": Rule("None (all layers alike)", lambda x: x is None),
+_RULES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "model_type": (f"one of {', '.join(_SOURCES)}", _SOURCES),
+    "attention": ("softmax", (None, _SOFTMAX)),  # of our own models
+    "sliding_window": ("None (attention to all tokens)", (None,)),
+    "layer_types": ("None (all layers alike)", (None,)),
 }
 
 
@@ -41,10 +41,10 @@ def from_llama(llama: PreTrainedModel, attention: Any = "softmax") -> SoftmaxRNN
             configuration, or the weights, that say so.
     """
     fields = llama.config.to_dict()
-    for key, rule in _RULES.items():
-        if not rule.fits(value := fields.pop(key, None)):
+    for key, (words, allowed) in _RULES.items():
+        if (value := fields.pop(key, None)) not in allowed:
             raise ValueError(
-                f"from_llama: {key} of the source must be {rule.words}, not {shown(value)}."
+                f"from_llama: {key} of the source must be {words}, not {shown(value)}."
             )
     # What reads GGUF files leaves a quantization_config beside weights in floating point.
     for key in ("architectures", "transformers_version", "quantization_config"):

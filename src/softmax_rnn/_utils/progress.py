@@ -1,0 +1,78 @@
+"""Progress bars, and messages above them. All of it goes to standard error."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+console = Console(stderr=True)
+_SECONDS_BETWEEN_LINES = 60.0  # where no terminal shows a bar; in two days a log grows
+
+
+def notice(message: str) -> None:
+    """Print a message on lines of its own, above the progress bar."""
+    console.print(message, soft_wrap=True, markup=False, highlight=False)
+
+
+class ProgressBar:
+    """A bar with the time left; without a terminal, a line a minute.
+
+    Args:
+        label: what is being done.
+        total: the number of things to do; None while it is not known.
+        completed: how many of them were done before.
+    """
+
+    def __init__(self, label: str, total: float | None = None, completed: float = 0) -> None:
+        self._label, self._text = label, ""
+        self._printed = time.monotonic()
+        self._live = console.is_terminal
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),  # a file's name may hold brackets
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[text]}", markup=False),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            speed_estimate_period=60,
+            disable=not self._live,
+        )
+        self._task = self._progress.add_task(label, total=total, completed=int(completed), text="")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def update(self, completed: float, text: str = "", total: float | None = None) -> None:
+        """Move the bar to ``completed``, with ``text`` beside it."""
+        fields: dict[str, Any] = {} if total is None else {"total": total}
+        self._progress.update(self._task, completed=completed, text=text, **fields)
+        now = time.monotonic()
+        if self._live or now - self._printed < _SECONDS_BETWEEN_LINES:
+            return
+        self._printed = now
+        task = self._progress.tasks[0]
+        seconds = task.time_remaining
+        left = "" if seconds is None else f", {int(seconds) // 60} min {int(seconds) % 60} s left"
+        notice(f"{self._label}: {task.percentage:.0f}%  {text}{left}")

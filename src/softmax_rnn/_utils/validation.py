@@ -1,0 +1,50 @@
+"""Plain data from outside: what its fields must be is said in types, and pydantic checks it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Annotated, Any
+
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
+
+from softmax_rnn._utils.errors import shown
+
+# Products of two integers below 2^53, and sums of squares of numbers below 1e100, stay finite.
+_LARGEST_INTEGER, _LARGEST = 2**53, 1e100
+
+Count = Annotated[int, Field(strict=True, ge=0, lt=_LARGEST_INTEGER)]
+PositiveInt = Annotated[int, Field(strict=True, ge=1, lt=_LARGEST_INTEGER)]
+Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
+Number = Annotated[float, Field(strict=True, gt=-_LARGEST, lt=_LARGEST, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(strict=True, ge=0, lt=_LARGEST, allow_inf_nan=False)]
+Positive = Annotated[float, Field(strict=True, gt=0, lt=_LARGEST, allow_inf_nan=False)]
+Text = Annotated[str, Field(strict=True)]
+Hash = Annotated[str, StringConstraints(strict=True, pattern="^[0-9a-f]{64}$")]
+
+
+@lru_cache(maxsize=64)
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def validated(kind: Any, data: Any, where: object = "") -> Any:
+    """``data`` as an instance of ``kind``.
+
+    Args:
+        kind: a type: a ``TypedDict`` or dataclass whose fields are those above, a list of them...
+        data: plain data.
+        where: what it is from (a file, say), for the error.
+
+    Raises:
+        ValueError: naming the first field that is missing or wrong, what it must be and what it is.
+    """
+    try:
+        return _adapter(kind).validate_python(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    place = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in first["loc"]).lstrip(".")
+    prefix = f"{where}: " if str(where) else ""
+    if first["type"] == "missing":
+        raise ValueError(f"{prefix}{place} is missing.")
+    expected = first["msg"].removeprefix("Input should be ")
+    raise ValueError(f"{prefix}{place or 'it'} must be {expected}, not {shown(first['input'])}.")
