@@ -24,15 +24,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from softmax_rnn._utils.files import write_json
+from softmax_rnn._utils.integrity import MANIFEST
 from softmax_rnn.cli.main import main as command_line
 from softmax_rnn.training import RunConfig
-from softmax_rnn.training.checkpoint import MANIFEST
 from softmax_rnn.training.folder import RunFolder
 
 # Files of a checkpoint that hold speeds, or whether the run was stopped before its evaluation.
-_OTHERWISE = {"metrics.jsonl", "evaluations.jsonl", "trainer_state.json"}
+_OTHERWISE = {"metrics.jsonl", "evaluations.jsonl"}
 _POLL = 0.001  # seconds
 
 
@@ -183,8 +184,17 @@ def difference(one: RunFolder, other: RunFolder) -> str:
             f"{name}/{file}"
             for file in sorted({*files[0], *files[1]} - _OTHERWISE)
             if files[0].get(file) != files[1].get(file)
+            and not _same_tensors(*(run.path / name / file for run in (one, other)))
         ]
     return ", ".join(found)
+
+
+def _same_tensors(*files: Path) -> bool:
+    """Whether two safetensors files hold the same; the order of their metadata is random."""
+    if any(file.suffix != ".safetensors" or not file.exists() for file in files):
+        return False
+    a, b = map(load_file, files)
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
 def main() -> int:

@@ -9,11 +9,12 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from softmax_rnn._utils.integrity import seal
 from softmax_rnn.cli.generate import generate
 from softmax_rnn.data.tokenizer import byte_tokenizer, load_tokenizer
 from softmax_rnn.models.loading import load_model
 from softmax_rnn.training import checkpoint
-from softmax_rnn.training.checkpoint import CheckpointError, model_folder, seal
+from softmax_rnn.training.checkpoint import CheckpointError, model_folder
 from test_modeling import build
 
 
@@ -76,7 +77,7 @@ def test_a_damaged_checkpoint_of_a_run_is_not_taken(
     with pytest.raises(ValueError, match="checkpoint-10.damaged is damaged"):
         generate(tmp_path / "checkpoint-10.damaged", "a", max_new_tokens=2)
     (older / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="No checkpoint in .* is whole"):
+    with pytest.raises(CheckpointError, match="No checkpoint in .* is intact"):
         generate(tmp_path, "a", max_new_tokens=2)
 
 

@@ -24,8 +24,8 @@ from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn.experiments import compare_configs, run_all
 from softmax_rnn.experiments.compare import RunsFailedError
 from softmax_rnn.experiments.launch import ClusterLauncher, _ClusterJob, _Training, launcher
+from softmax_rnn.training.distributed import OTHER_FAILED
 from softmax_rnn.training.folder import RunFolder
-from softmax_rnn.training.sharding import OTHER_FAILED
 from softmax_rnn.training.stopping import RunStopped
 from tiny import tiny
 

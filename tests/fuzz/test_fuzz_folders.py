@@ -21,7 +21,7 @@ from softmax_rnn.cli import commands
 from softmax_rnn.cli.main import main
 from softmax_rnn.training import RunConfig, train
 from softmax_rnn.training.folder import RunFolder
-from softmax_rnn.training.trainer import SpecTrainer
+from softmax_rnn.training.loop import Loop
 from test_fuzz_config import LAUGHS, yaml_texts
 from tiny import TINY
 
@@ -55,7 +55,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunConfig, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOFTMAX_RNN_CACHE", str(folder / "cache"))
         rows = _rows(train(config, folder / "whole"))
-        step, steps = SpecTrainer.training_step, 0
+        step, steps = Loop.gradients, 0
 
         def stop(*args: Any, **options: Any) -> Any:
             nonlocal steps
@@ -65,7 +65,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunConfig, 
             return step(*args, **options)
 
         with patch.context() as inner:
-            inner.setattr(SpecTrainer, "training_step", stop)
+            inner.setattr(Loop, "gradients", stop)
             with pytest.raises(Stopped):
                 train(config, folder / "half")
         yield config, folder / "half", rows

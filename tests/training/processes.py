@@ -17,12 +17,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pytest
 from benchmarks.kills import difference, killed, start
-from transformers import Trainer
 
 from softmax_rnn.experiments.run import PlannedRun, config_file, log_file
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.folder import RunFolder
-from softmax_rnn.training.trainer import SpecTrainer
+from softmax_rnn.training.loop import Loop
 
 __all__ = ["difference", "killed", "start"]  # of benchmarks.kills, for all tests
 
@@ -112,21 +111,21 @@ _NEW_MOUNTS, _NEW_USERS = 0x20000, 0x10000000
 
 def at_step(step: int, *deeds: Callable[[], Any]) -> Callable[[], None]:
     """Deeds for after the gradients of a step, before its update."""
-    return functools.partial(_patch, Trainer, "training_step", step, deeds)
+    return functools.partial(_patch, Loop, "gradients", step, deeds)
 
 
 def at_batch(step: int, *deeds: Callable[[], Any]) -> Callable[[], None]:
     """Deeds for the second test batch after a step."""
-    return functools.partial(_patch, SpecTrainer, "prediction_step", step, deeds)
+    return functools.partial(_patch, Loop, "test_batch", step, deeds)
 
 
 def _patch(owner: Any, name: str, step: int, deeds: tuple[Callable[[], Any], ...]) -> None:
     original, calls = getattr(owner, name), 0
 
-    def method(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any) -> Any:
         nonlocal calls
-        result = original(self, model, *args, **kwargs)
-        now = self.state.global_step + (name == "training_step")
+        result = original(self, *args)
+        now = self.step + (name == "gradients")
         calls += now == step
         if now == step and calls == 1:
             for deed in deeds:

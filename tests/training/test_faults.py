@@ -27,7 +27,7 @@ import softmax_rnn.training.stopping as stopping
 from processes import NO_MOUNT, Case, at_batch, at_step, difference, ended, fill, half, kill, mount
 from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn.training.folder import RunFolder
-from softmax_rnn.training.trainer import SpecTrainer
+from softmax_rnn.training.loop import Loop
 
 FINISHED, FAILED, WRONG, STOPPED, _ = ExitCode
 
@@ -81,15 +81,15 @@ def poison(case: Case) -> Callable[[], Any]:
 
 def _poison() -> None:
     """A gradient that is not a number, at step 7."""
-    original = SpecTrainer.training_step
+    original = Loop.gradients
 
-    def step(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = original(self, model, *args, **kwargs)
-        if self.state.global_step == 6:
-            next(model.parameters()).grad[0] = float("nan")
+    def step(self: Any) -> float:
+        loss = original(self)
+        if self.step == 6:
+            next(self.model.parameters()).grad[0] = float("nan")
         return loss
 
-    SpecTrainer.training_step = step  # type: ignore[method-assign]
+    Loop.gradients = step  # type: ignore[method-assign]
 
 
 def small_files(case: Case) -> Callable[[], None]:
@@ -207,6 +207,8 @@ UNWRITTEN = r"checkpoint-8 could not be written: .*{}.*MiB left.*run/checkpoint-
 LEFT_OUT = r"checkpoint-7 is left out: {}"
 DAMAGED = r"The prepared corpus .* is damaged: train-00000.bin {}"
 
+STATE = "state/shard-00001-model-00001-of-00001.safetensors"
+
 FAULTS = {
     "SIGTERM": Fault(SAVED.format("SIGTERM"), STOPPED, before=sent(signal.SIGTERM)),
     "SIGINT": Fault(SAVED.format("SIGINT"), STOPPED, before=sent(signal.SIGINT)),
@@ -236,7 +238,7 @@ FAULTS = {
         before=poison,
     ),
     "a learning rate that is too large": Fault(
-        "The (loss|gradient norm) of step 2 is (nan|inf).* Last checkpoint: none.*learning_rate",
+        "The (loss|gradient norm) of step 2 is (nan|inf).* Last checkpoint: none.*--learning-rate",
         FAILED,
         prepare=lambda case: setattr(case, "config", replace(case.config, learning_rate=1e30)),
         lost="of step 2 is (nan|inf)",
@@ -266,14 +268,14 @@ FAULTS = {
         prepare=to_checkpoint("model.safetensors", cut),
     ),
     "a bit of a checkpoint flipped": Fault(
-        LEFT_OUT.format("optimizer.pt is not what was written"),
+        LEFT_OUT.format("shard-00001-.*safetensors is not what was written"),
         FINISHED,
-        prepare=to_checkpoint("optimizer.pt", flip),
+        prepare=to_checkpoint(STATE, flip),
     ),
     "a checkpoint without a file": Fault(
-        LEFT_OUT.format("rng_state.pth is missing"),
+        LEFT_OUT.format("progress.json is missing"),
         FINISHED,
-        prepare=to_checkpoint("rng_state.pth", Path.unlink),
+        prepare=to_checkpoint("progress.json", Path.unlink),
     ),
     "a checkpoint without manifest": Fault(
         LEFT_OUT.format("manifest.json is missing"),
@@ -286,10 +288,10 @@ FAULTS = {
         prepare=to_checkpoint("manifest.json", cut),
     ),
     "no whole checkpoint": Fault(
-        r"No checkpoint in .*run is whole \(checkpoint-7: .*; checkpoint-4: .*\). Bring a whole",
+        r"No checkpoint in .*run is intact \(checkpoint-7: .*; checkpoint-4: .*\). Restore one",
         FAILED,
         prepare=to_all_checkpoints,
-        lost="No checkpoint in .*run is whole",
+        lost="No checkpoint in .*run is intact",
     ),
     "a shard cut short": Fault(
         DAMAGED.format(r"has \d+ bytes, not \d+"), WRONG, prepare=to_shard(cut), mend=bring_back

@@ -55,6 +55,6 @@ def test_a_gradient_that_overflowed_has_no_norm(tmp_path: Path) -> None:
 def test_a_row_that_is_none_is_named(tmp_path: Path, row: Any) -> None:
     folder = _with_metrics(tmp_path, [ROW, row])
     with pytest.raises(
-        ValueError, match=r"metrics.jsonl: line 2.*must be|learning_rate is missing"
+        ValueError, match=r"metrics.jsonl, line 2: .*(must be|learning_rate is missing)"
     ):
         _ = folder.metrics

@@ -5,19 +5,17 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer
 
 from softmax_rnn.training import train
-from softmax_rnn.training.callbacks import MetricRows
 from softmax_rnn.training.folder import RunFolder
+from softmax_rnn.training.loop import Loop, NonFiniteError
+from softmax_rnn.training.metrics import MetricRows
 from softmax_rnn.training.spikes import loss_spikes, spike_starts
-from softmax_rnn.training.trainer import NonFiniteError
 from tiny import assert_same_run, tiny
 
 
@@ -27,17 +25,17 @@ def test_a_non_finite_step_stops_before_the_update(
 ) -> None:
     """At step 7 the loss, or only its gradient, becomes infinite."""
     config = tiny(texts)
-    original = Trainer.training_step
+    original = Loop.gradients
 
-    def step(self: Any, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = original(self, model, *args, **kwargs)
-        if self.state.global_step == 6:
+    def step(self: Any) -> float:
+        loss = original(self)
+        if self.step == 6:
             if where == "loss":
                 return loss * float("inf")
-            next(model.parameters()).grad[0] = float("nan")
+            next(self.model.parameters()).grad[0] = float("nan")
         return loss
 
-    monkeypatch.setattr(Trainer, "training_step", step)
+    monkeypatch.setattr(Loop, "gradients", step)
     with pytest.raises(NonFiniteError, match=r"of step 7 is (inf|nan).*checkpoint-4"):
         train(config, tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
@@ -53,24 +51,24 @@ def test_steps_that_are_not_finite_may_be_skipped(
 ) -> None:
     """They change no weight and enter no mean; resumed in their midst, the run is the same."""
     config = tiny(texts, skip_non_finite=4, keep_checkpoints=9)
-    original = Trainer.training_step
+    original = Loop.gradients
     weight_before: dict[int, torch.Tensor] = {}
     spent: list[float] = []
 
-    def step(self: Any, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def step(self: Any) -> float:
         began = time.perf_counter()
-        loss = original(self, model, *args, **kwargs)
+        loss = original(self)
         spent.append(time.perf_counter() - began)
-        now = self.state.global_step + 1
-        weight_before[now] = model.lm_head.weight.detach().clone()
+        now = self.step + 1
+        weight_before[now] = self.model.lm_head.weight.detach().clone()
         if now not in bad:
             return loss
         if now % 2:
             return loss * float("nan")
-        next(model.parameters()).grad[0] = float("inf")
+        next(self.model.parameters()).grad[0] = float("inf")
         return loss
 
-    monkeypatch.setattr(Trainer, "training_step", step)
+    monkeypatch.setattr(Loop, "gradients", step)
     folder = train(config, tmp_path / "run")
     for now in range(2, 12):
         same = torch.equal(weight_before[now], weight_before[now + 1])
@@ -98,19 +96,19 @@ def test_a_step_that_overflows_is_one_that_is_not_finite(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A form raises where sums are beyond their type; the run says so, or skips the step."""
-    original = Trainer.training_step
+    original = Loop.gradients
 
-    def step(self: Any, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        query = model.model.layers[0].self_attn.q_proj.weight
+    def step(self: Any) -> float:
+        query = self.model.model.layers[0].self_attn.q_proj.weight
         kept = query.detach().clone()
-        if self.state.global_step == 4:
+        if self.step == 4:
             query.data.fill_(1e30)
         try:
-            return original(self, model, *args, **kwargs)
+            return original(self)
         finally:
             query.data.copy_(kept)
 
-    monkeypatch.setattr(Trainer, "training_step", step)
+    monkeypatch.setattr(Loop, "gradients", step)
     config = tiny(texts, attention="taylor:4")
     with pytest.raises(NonFiniteError, match="step 5 is nan: The sums of power 4 overflow"):
         train(config, tmp_path / "run")
@@ -124,13 +122,13 @@ def test_documents_are_counted_once_though_steps_are_skipped(
     """Also those of a step that was skipped and then evaluated."""
     fields = {"packing": "documents", "log_every": 1, "evaluate_every": 3, "save_every": 3}
     expected = train(tiny(texts, **fields), tmp_path / "well")
-    original = Trainer.training_step
+    original = Loop.gradients
 
-    def step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = original(self, *args, **kwargs)
-        return loss * float("nan") if self.state.global_step in (2, 5, 6) else loss
+    def step(self: Any) -> float:
+        loss = original(self)
+        return loss * float("nan") if self.step in (2, 5, 6) else loss
 
-    monkeypatch.setattr(Trainer, "training_step", step)
+    monkeypatch.setattr(Loop, "gradients", step)
     found = train(tiny(texts, skip_non_finite=2, **fields), tmp_path / "run")
     assert found.summary["tokens"] == expected.summary["tokens"]
     assert found.evaluations.tokens.equals(expected.evaluations.tokens)
@@ -140,8 +138,8 @@ def test_documents_are_counted_once_though_steps_are_skipped(
 def test_a_run_without_any_update_has_no_results(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Trainer.training_step
-    monkeypatch.setattr(Trainer, "training_step", lambda *args: original(*args) * float("nan"))
+    original = Loop.gradients
+    monkeypatch.setattr(Loop, "gradients", lambda self: original(self) * float("nan"))
     with pytest.raises(NonFiniteError, match="None of the 12 steps made an update"):
         train(tiny(texts, skip_non_finite=12), tmp_path / "run")
     assert not RunFolder(tmp_path / "run").finished
@@ -151,13 +149,13 @@ def test_one_step_too_many_that_is_not_finite_stops(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A larger --skip_non_finite then goes on: of all settings it may change."""
-    original = Trainer.training_step
+    original = Loop.gradients
 
-    def step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = original(self, *args, **kwargs)
-        return loss * float("nan") if 5 <= self.state.global_step < 8 else loss
+    def step(self: Any) -> float:
+        loss = original(self)
+        return loss * float("nan") if 5 <= self.step < 8 else loss
 
-    monkeypatch.setattr(Trainer, "training_step", step)
+    monkeypatch.setattr(Loop, "gradients", step)
     with pytest.raises(NonFiniteError, match="loss of step 8 is nan.*, with 2 steps skipped in a"):
         train(tiny(texts, skip_non_finite=2), tmp_path / "run")
     folder = train(tiny(texts, skip_non_finite=3), tmp_path / "run", resume=True)
@@ -169,22 +167,22 @@ def test_leaps_of_the_loss_are_logged(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After step 20 a person turns the output layer round."""
-    original = Trainer.training_step
+    original = Loop.gradients
 
-    def step(self: Any, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.state.global_step == 20:
+    def step(self: Any) -> float:
+        if self.step == 20:
             with torch.no_grad():
-                model.lm_head.weight *= -5
-        return original(self, model, *args, **kwargs)
+                self.model.lm_head.weight *= -5
+        return original(self)
 
-    monkeypatch.setattr(Trainer, "training_step", step)
+    monkeypatch.setattr(Loop, "gradients", step)
     folder = train(tiny(texts, steps=24, log_every=1, learning_rate=1e-4), tmp_path / "run")
     (event,) = folder.events
     assert event["event"] == "loss_spike"
     assert event["step"] == 21
     assert event["loss"] > event["usual"] + 0.2
     assert folder.summary["loss_spikes"] == loss_spikes(folder.metrics.loss) == 1
-    assert "Step 21: the training loss leapt to" in capsys.readouterr().err
+    assert "Step 21: the training loss rose to" in capsys.readouterr().err
 
 
 def test_every_leap_is_seen_as_it_comes(tmp_path: Path) -> None:
@@ -193,12 +191,9 @@ def test_every_leap_is_seen_as_it_comes(tmp_path: Path) -> None:
     losses = draw.normal(3, 0.02, 300) + 2 * (draw.random(300) < 0.1)
     folder = RunFolder(tmp_path)
     rows = MetricRows(tiny(tmp_path), folder, lambda start, stop: stop - start)
-    rows.seconds = 1.0
     for step, loss in enumerate(losses, start=1):
-        state = SimpleNamespace(is_world_process_zero=True, global_step=step)
-        logs = {"loss": loss, "learning_rate": 1.0, "grad_norm": 1.0}
-        rows.seconds = 1.0
-        rows.on_log(None, state, None, logs)
+        rows.seconds, rows.steps = 1.0, 1
+        rows.add(step, loss, learning_rate=1.0, grad_norm=1.0)
     starts = spike_starts(folder.metrics.loss)
     assert 5 < starts.sum() < 40
     assert [row["step"] for row in folder.events] == list(folder.metrics.step[starts])

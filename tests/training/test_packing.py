@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from softmax_rnn.data import DocumentRows, load_tokenizer, prepare
 from softmax_rnn.models import SoftmaxRNNForCausalLM, initialize
 from softmax_rnn.training import train
-from softmax_rnn.training.callbacks import MetricRows
 from softmax_rnn.training.folder import RunFolder
+from softmax_rnn.training.metrics import MetricRows
 from softmax_rnn.training.run import model_config
 from tiny import tiny
 
@@ -90,9 +89,7 @@ def test_the_speed_after_a_resume_is_of_this_session(lengths: Path, tmp_path: Pa
     config = tiny(lengths, packing="documents")
     rows = MetricRows(config, RunFolder(tmp_path), lambda start, stop: 10 * (stop - start))
     rows.steps, rows.seconds = 2, 4.0  # two steps since the checkpoint of step 4
-    state = SimpleNamespace(is_world_process_zero=True, global_step=6)
-    logs = {"loss": 1.0, "learning_rate": 1.0, "grad_norm": 1.0}
-    rows.on_log(None, state, None, logs)
+    rows.add(6, 1.0, learning_rate=1.0, grad_norm=1.0)
     row = RunFolder(tmp_path).metrics.iloc[0]
     assert row.tokens == 10 * 6 * config.batch_size
     assert row.tokens_per_second == 10 * 2 * config.batch_size / 4.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import softmax_rnn.training.environment as environment_module
+import softmax_rnn.training.loop as loop_module
 import softmax_rnn.training.run as run_module
-import softmax_rnn.training.trainer as trainer_module
+from softmax_rnn._utils import progress
 from softmax_rnn.data import TokenBlocks, load_tokenizer, prepare
 from softmax_rnn.training import train
 from softmax_rnn.training.folder import RunFolder
@@ -26,7 +29,7 @@ from tiny import TIMED, assert_same_run, tiny
 
 
 def test_a_run_leaves_what_it_says(texts: Path, tmp_path: Path) -> None:
-    config = tiny(texts, attention="gate", steps=13, tensorboard=True)
+    config = tiny(texts, attention="gate", steps=13)
     folder = train(config, tmp_path / "run")
     assert folder.config == config
     assert list(folder.metrics.step) == [2, 4, 6, 8, 10, 12, 13]
@@ -43,7 +46,6 @@ def test_a_run_leaves_what_it_says(texts: Path, tmp_path: Path) -> None:
     assert [path.name for path in folder.checkpoints] == ["checkpoint-12", "checkpoint-13"]
     assert folder.summary["tokens"] == 13 * 128
     assert folder.environment["corpus"]["train"]["sha256"]
-    assert list((tmp_path / "run").rglob("events.out.tfevents*"))
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
     # Losses fall, and the tokenizer lies beside the weights.
     assert folder.metrics.loss.iloc[-1] < folder.metrics.loss.iloc[0]
@@ -130,7 +132,7 @@ def test_an_unfinished_run_wants_resume(texts: Path, tmp_path: Path) -> None:
 def test_checkpoints_of_an_unknown_run_are_not_gone_on_from(texts: Path, tmp_path: Path) -> None:
     folder = train(tiny(texts), tmp_path / "run")
     folder.config_file.unlink()
-    with pytest.raises(ValueError, match="run that has lost its config.yaml: bring it back"):
+    with pytest.raises(ValueError, match="run that has lost its config.yaml: restore it"):
         train(tiny(texts, attention="norm"), folder.path, resume=True)
 
 
@@ -153,14 +155,14 @@ def test_a_checkpoint_that_fails_half_way_does_not_count(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny(texts)
-    original = trainer_module.SpecTrainer._save_rng_state
+    original = loop_module.write_state
 
-    def full_disk(self: Any, path: str) -> None:
-        if self.state.global_step == 8:
+    def full_disk(checkpoint: Path, *args: Any, **kwargs: Any) -> None:
+        if checkpoint.name == "checkpoint-8":
             raise OSError(28, "No space left on device")
-        original(self, path)
+        original(checkpoint, *args, **kwargs)
 
-    monkeypatch.setattr(trainer_module.SpecTrainer, "_save_rng_state", full_disk)
+    monkeypatch.setattr(loop_module, "write_state", full_disk)
     with pytest.raises(OSError, match="No space left"):
         train(config, tmp_path / "run")
     left = sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir())
@@ -216,12 +218,13 @@ def test_a_resumed_run_keeps_its_first_session_and_leaves_nothing_aside(
     assert folder.summary["seconds"] == pytest.approx(seconds.sum())
 
 
-def test_tensorboard_that_is_missing_is_named(
+def test_a_tracker_that_is_missing_is_named(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_module, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'softmax-rnn\[tensorboard\]'"):
-        train(tiny(texts, tensorboard=True), tmp_path / "run")
+    for name in ("tensorboard", "wandb"):
+        with pytest.raises(ValueError, match=rf"pip install 'softmax-rnn\[{name}\]'"):
+            train(tiny(texts, **{name: True}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -239,19 +242,8 @@ def test_processes_of_one_run_write_whole_checkpoints(texts: Path, tmp_path: Pat
     one, two = train(config, tmp_path / "one"), RunFolder(tmp_path / "two")
     np.testing.assert_allclose(two.metrics.loss, one.metrics.loss, rtol=1e-4)
     np.testing.assert_allclose(two.test_losses, one.test_losses, rtol=1e-4)
-    written = {path.name for path in two.checkpoints[-1].iterdir()}
-    assert {"rng_state_0.pth", "rng_state_1.pth", "model.safetensors"} <= written
-
-
-def test_one_gpu_is_used_of_several(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without torchrun, transformers would spread every batch with DataParallel."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    arguments = trainer_module._arguments(tiny(texts, precision="fp32"), RunFolder(tmp_path))
-    assert (arguments.n_gpu, arguments.train_batch_size) == (1, 4)
+    assert (two.checkpoints[-1] / "model.safetensors").exists()
+    assert len(list((two.checkpoints[-1] / "state").iterdir())) == 2  # each wrote its half
 
 
 def test_checkpoints_draw_no_bars_over_the_runs_own(
@@ -262,10 +254,38 @@ def test_checkpoints_draw_no_bars_over_the_runs_own(
 
 
 def test_a_bar_in_a_file_stays_small(
-    texts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    texts: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A line a minute; here a minute is a tenth of a second."""
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.1)
     train(tiny(texts, steps=40, log_every=1), tmp_path / "run")
-    assert 1 < capfd.readouterr().err.count("step/s") <= 3
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("run: ")]
+    assert 1 <= len(lines) < 40
+    assert re.fullmatch(r"run: \d+%  (loss|test) \d\.\d{3}(, \d+ min \d+ s left)?", lines[-1])
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+def test_trackers_get_the_rows(
+    tracker: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logged: list[dict[str, Any]] = []
+    original = Accelerator.log
+
+    def log(self: Any, values: dict[str, Any], step: int) -> None:
+        logged.append({"step": step, **values})
+        original(self, values, step)
+
+    monkeypatch.setattr(Accelerator, "log", log)
+    folder = train(tiny(texts, steps=4, **{tracker: True}), tmp_path / "run")
+    pattern = {"tensorboard": "events.out.tfevents*", "wandb": "*.wandb"}[tracker]
+    assert list(folder.path.rglob(pattern))
+    losses = [row["loss"] for row in logged if "loss" in row]
+    assert losses == list(folder.metrics.loss)
+    assert [row["test_loss"] for row in logged if "test_loss" in row]
 
 
 def test_somebody_elses_repository_is_not_the_packages(

@@ -33,6 +33,12 @@ def tiny(texts: Path, **fields: Any) -> RunConfig:
     return RunConfig(**{**TINY, "corpus": str(texts), **fields})
 
 
+def options(texts: Path, out: Path, **fields: object) -> list[str]:
+    """The options of a command for such a run."""
+    merged = {**TINY, "steps": 4, "corpus": texts, "out": out, **fields}
+    return [word for key, value in merged.items() for word in (f"--{key}", str(value))]
+
+
 def rows(folder: RunFolder) -> list[dict[str, Any]]:
     """All logged rows without their timing."""
     both = [*read_rows(folder.metrics_file), *read_rows(folder.evaluations_file)]

@@ -32,12 +32,20 @@ class ProgressBar:
         label: what is being done.
         total: the number of things to do; None while it is not known.
         completed: how many of them were done before.
+        visible: whether to show anything.
     """
 
-    def __init__(self, label: str, total: float | None = None, completed: float = 0) -> None:
+    def __init__(
+        self,
+        label: str,
+        total: float | None = None,
+        completed: float = 0,
+        *,
+        visible: bool = True,
+    ) -> None:
         self._label, self._text = label, ""
         self._printed = time.monotonic()
-        self._live = console.is_terminal
+        self._live, self._visible = visible and console.is_terminal, visible
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),  # a file's name may hold brackets
             BarColumn(),
@@ -69,7 +77,7 @@ class ProgressBar:
         fields: dict[str, Any] = {} if total is None else {"total": total}
         self._progress.update(self._task, completed=completed, text=text, **fields)
         now = time.monotonic()
-        if self._live or now - self._printed < _SECONDS_BETWEEN_LINES:
+        if self._live or not self._visible or now - self._printed < _SECONDS_BETWEEN_LINES:
             return
         self._printed = now
         task = self._progress.tasks[0]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
-from softmax_rnn._utils.errors import shown
+from softmax_rnn._utils.errors import shown, unknown
 
 # Products of two integers below 2^53, and sums of squares of numbers below 1e100, stay finite.
 _LARGEST_INTEGER, _LARGEST = 2**53, 1e100
@@ -46,5 +47,9 @@ def validated(kind: Any, data: Any, where: object = "") -> Any:
     prefix = f"{where}: " if str(where) else ""
     if first["type"] == "missing":
         raise ValueError(f"{prefix}{place} is missing.")
+    if first["type"] == "literal_error":
+        raise unknown(
+            prefix + place, first["input"], re.findall("'([^']*)'", first["ctx"]["expected"])
+        )
     expected = first["msg"].removeprefix("Input should be ")
     raise ValueError(f"{prefix}{place or 'it'} must be {expected}, not {shown(first['input'])}.")

@@ -23,8 +23,8 @@ from softmax_rnn._utils.plain_yaml import parse_yaml
 from softmax_rnn.cli.commands import COMMANDS
 from softmax_rnn.experiments.compare import RunsFailedError
 from softmax_rnn.training import RunConfig
+from softmax_rnn.training.loop import NonFiniteError
 from softmax_rnn.training.stopping import RunStopped, StopRequest
-from softmax_rnn.training.trainer import NonFiniteError
 
 
 class _Parser(ArgumentParser):

@@ -20,7 +20,7 @@ from softmax_rnn._utils.errors import ExitCode, unknown
 from softmax_rnn.experiments.run import PlannedRun, config_file, log_file
 from softmax_rnn.training import train
 from softmax_rnn.training.config import RunConfig
-from softmax_rnn.training.sharding import OTHER_FAILED
+from softmax_rnn.training.distributed import OTHER_FAILED
 from softmax_rnn.training.stopping import RunStopped
 
 CLUSTERS = ("local", "slurm")

@@ -1,56 +1,155 @@
-"""Checkpoints that can be trusted: a manifest with the hash of every file."""
+"""Checkpoints: weights and optimizer states, written by every process, and which can be trusted.
+
+model.safetensors    the whole weights, for ``from_pretrained``; not while a run is sharded
+state/*.safetensors  the optimizer's states, and the weights of a sharded run: a file a process
+progress.json        the step, and the unfinished row of metrics
+*.jsonl              the rows so far
+manifest.json        size and hash of every file
+"""
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from softmax_rnn._utils.files import sync, write_json
-from softmax_rnn.training.callbacks import notice
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from softmax_rnn._utils.files import write_json
+from softmax_rnn._utils.integrity import MANIFEST, damage
+from softmax_rnn._utils.progress import notice
+from softmax_rnn.models.configuration import SoftmaxRNNConfig
+from softmax_rnn.models.loading import load_model
+from softmax_rnn.models.modeling import SoftmaxRNNForCausalLM
+from softmax_rnn.training.distributed import OTHER_FAILED
 from softmax_rnn.training.folder import RunFolder
 
-MANIFEST = "manifest.json"
+_WEIGHTS, _STATE, _PROGRESS = "model.safetensors", "state", "progress.json"
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class CheckpointError(OSError):
     """A checkpoint that cannot be written, or none that can be read."""
 
 
-def seal(checkpoint: Path) -> None:
-    """List every file with its size and hash, and wait until all of it is on the disk."""
-    paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-    files = {
-        path.relative_to(checkpoint).as_posix(): {
-            "bytes": path.stat().st_size,
-            "sha256": _sha256(path),
-        }
-        for path in paths
+def whole_weights(model: PreTrainedModel) -> dict[str, Any]:
+    """The weights of a model that may be sharded, in the first process; all of them call this."""
+    return get_model_state_dict(model, options=_WHOLE)
+
+
+def write_state(
+    checkpoint: Path, model: PreTrainedModel, optimizer: Optimizer, *, weights: bool, rank: int
+) -> None:
+    """Write the optimizer's states, and the model's ``weights`` if asked to: a file a process.
+
+    torch.distributed.checkpoint writes safetensors, which hold no code, and each number once.
+
+    Raises:
+        ChildProcessError: if another process failed.
+    """
+    tensors = _tensors(model, optimizer, weights)
+    if not tensors:  # every step so far was skipped
+        return
+    writer = HuggingFaceStorageWriter(str(checkpoint / _STATE), save_distributed=True)
+    with _failing_as(rank):
+        save(tensors, storage_writer=writer, no_dist=not torch.distributed.is_initialized())
+
+
+def read_state(checkpoint: Path, model: PreTrainedModel, optimizer: Optimizer, rank: int) -> None:
+    """Bring a model and its fresh optimizer, sharded or not, to what a checkpoint holds.
+
+    The number of processes that wrote it does not matter.
+    """
+    files = sorted((checkpoint / _STATE).glob("*.safetensors"))
+    saved = {key for file in files for key in _keys(file)}
+    sharded = not (checkpoint / _WEIGHTS).exists()
+    if not sharded:
+        weights: dict[str, Any] = load_file(checkpoint / _WEIGHTS)
+        set_model_state_dict(model, weights, options=_WHOLE)
+    if any(key.startswith("optimizer.") for key in saved):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+    tensors = _tensors(model, optimizer, sharded)
+    if not tensors:
+        return
+    reader = HuggingFaceStorageReader(str(checkpoint / _STATE))
+    with _failing_as(rank):
+        load(tensors, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+
+
+def _tensors(model: PreTrainedModel, optimizer: Optimizer, weights: bool) -> dict[str, Tensor]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    tensors = {
+        f"optimizer.{names[parameter]}.{key}": value
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
     }
-    for path in paths:
-        sync(path)
-    write_json(checkpoint / MANIFEST, {"files": files})
-    for folder in {checkpoint, *(path.parent for path in paths)}:
-        sync(folder)
+    if weights:
+        tensors |= {f"model.{name}": parameter.detach() for parameter, name in names.items()}
+    return tensors
 
 
-def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, or None; every file is read."""
+def _keys(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())
+
+
+@contextlib.contextmanager
+def _failing_as(rank: int) -> Iterator[None]:
+    """Raise the failure of this process out of torch's error, which holds those of all."""
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        files = {checkpoint / name: about for name, about in manifest["files"].items()}
-        for path, about in files.items():
-            size = path.stat().st_size
-            if size != about["bytes"]:
-                return f"{path.name} has {size} bytes, not {about['bytes']}"
-            if _sha256(path) != about["sha256"]:
-                return f"{path.name} is not what was written (another SHA-256)"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process
+            yield
+    except CheckpointException as error:
+        if rank not in error.failures:
+            raise ChildProcessError(OTHER_FAILED) from error
+        cause = error.failures[rank][0]
+        raise (cause if isinstance(cause, Exception) else RuntimeError(cause)) from error
+
+
+def write_progress(checkpoint: Path, progress: dict[str, Any]) -> None:
+    """Write what a run needs besides tensors."""
+    write_json(checkpoint / _PROGRESS, progress)
+
+
+def read_progress(checkpoint: Path) -> dict[str, Any]:
+    """What :func:`write_progress` wrote.
+
+    Raises:
+        CheckpointError: for a checkpoint of an earlier version.
+    """
+    progress: dict[str, Any] = json.loads((checkpoint / _PROGRESS).read_text(encoding="utf-8"))
+    if "loss_sum" not in progress:
+        raise CheckpointError(
+            f"{checkpoint} was written by an earlier version of softmax-rnn, which can resume it; "
+            "this version cannot."
+        )
+    return progress
 
 
 def newest_whole(checkpoints: Sequence[Path]) -> tuple[Path | None, dict[str, str]]:
@@ -69,16 +168,16 @@ def newest_whole(checkpoints: Sequence[Path]) -> tuple[Path | None, dict[str, st
             return checkpoint, skipped
         skipped[checkpoint.name] = wrong
     if skipped:
-        told = "; ".join(f"{name}: {wrong}" for name, wrong in skipped.items())
+        listed = "; ".join(f"{name}: {wrong}" for name, wrong in skipped.items())
         raise CheckpointError(
-            f"No checkpoint in {checkpoints[0].parent} is whole ({told}). Bring a whole one back, "
-            "or remove them all to start from the first step."
+            f"No checkpoint in {checkpoints[0].parent} is intact ({listed}). Restore one from a "
+            "backup, or remove them all to start from the first step."
         )
     return None, skipped
 
 
 def model_folder(path: Path) -> Path:
-    """The folder of a saved model: ``path`` itself, or a run's newest whole checkpoint.
+    """The folder of a saved model: ``path`` itself, or a run's newest intact checkpoint.
 
     Raises:
         FileNotFoundError: if there is no model in the folder.
@@ -93,7 +192,7 @@ def model_folder(path: Path) -> Path:
         return path
     run = RunFolder(path)
     while checkpoints := run.checkpoints:
-        if not run.exists:  # another trainer's: nothing says what was written
+        if not run.exists:  # another trainer's, without hashes
             return checkpoints[-1]
         try:
             found, left_out = newest_whole(checkpoints)
@@ -110,6 +209,16 @@ def model_folder(path: Path) -> Path:
     )
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def load_trained(folder: Path) -> PreTrainedModel:
+    """The model in a folder of :func:`model_folder`, also if a sharded run wrote it.
+
+    Raises:
+        ValueError: if it cannot be loaded, naming the folder.
+    """
+    if (folder / _WEIGHTS).exists() or not (folder / _STATE).exists():
+        return load_model(folder)
+    model = SoftmaxRNNForCausalLM(SoftmaxRNNConfig.from_pretrained(folder))
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    with _failing_as(rank=0):
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder / _STATE)), no_dist=True)
+    return model

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
-from jsonargparse import ArgumentError, ArgumentParser
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from softmax_rnn._utils.errors import require_choice, unknown
+from softmax_rnn._utils.errors import shown, unknown
 from softmax_rnn._utils.files import write_text
 from softmax_rnn._utils.plain_yaml import format_yaml, parse_yaml
-from softmax_rnn._utils.rules import NUMBER, shown
+from softmax_rnn._utils.validation import (
+    Count,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    Seed,
+    validated,
+)
 from softmax_rnn.models.configuration import SIZES
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.variants import resolve
@@ -45,17 +52,12 @@ _SIZE_FIELDS = {
 }
 
 
-_RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
-    ("learning_rate", "> 0", lambda x: x > 0),
-    ("initializer_range", ">= 0", lambda x: x >= 0),
-    ("test_fraction", "between 0 and 1", lambda x: 0 < x < 1),
-    ("beta1", "in [0, 1)", lambda x: 0 <= x < 1),
-    ("beta2", "in [0, 1)", lambda x: 0 <= x < 1),
-    ("epsilon", ">= 0", lambda x: x >= 0),
-    ("weight_decay", ">= 0", lambda x: x >= 0),
-    ("gradient_clip", ">= 0", lambda x: x >= 0),
-    ("skip_non_finite", ">= 0", lambda x: x >= 0),
-)
+Fraction = Annotated[float, Field(strict=True, gt=0, lt=1)]
+Decay = Annotated[float, Field(strict=True, ge=0, lt=1)]
+
+
+# Marks a setting on which no update depends, but for rounding: it may change on resuming.
+NEUTRAL = "neutral"
 
 
 def _size(name: str) -> dict[str, int]:
@@ -118,90 +120,59 @@ class RunConfig:
             log_every. The last step is always evaluated.
         save_every: steps between checkpoints; a multiple of log_every.
         keep_checkpoints: newest checkpoints to keep.
-        tensorboard: also write TensorBoard events.
+        tensorboard: also log to TensorBoard, below the run's folder.
+        wandb: also log to Weights & Biases.
     """
 
     attention: str | dict[str, Any] = "softmax"
-    seed: int = 0
+    seed: Seed = 0
 
-    hidden_size: int = 128
-    intermediate_size: int = 256
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int | None = None
-    vocab_size: int | None = None
-    initializer_range: float = 0.05
+    hidden_size: PositiveInt = 128
+    intermediate_size: PositiveInt = 256
+    num_layers: PositiveInt = 4
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt | None = None
+    vocab_size: PositiveInt | None = None
+    initializer_range: NonNegative = 0.05
 
     corpus: str = "stdlib"
     text_column: str = "text"
     tokenizer: str = "bytes"
     end_of_text: str | None = None
-    block_size: int = 256
-    test_fraction: float = 0.02
-    split_seed: int = 123
-    max_tokens: int | None = None
+    block_size: PositiveInt = 256
+    test_fraction: Fraction = 0.02
+    split_seed: Seed = 123
+    max_tokens: PositiveInt | None = None
     packing: Packing = "blocks"
 
-    steps: int = 1000
-    schedule_steps: int | None = None
-    warmup_steps: int | None = None
-    batch_size: int = 4
-    accumulation: int = 1
-    learning_rate: float = 2e-3
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-7
-    weight_decay: float = 0.01
-    gradient_clip: float | None = 1.0
-    skip_non_finite: int = 0
+    steps: PositiveInt = 1000
+    schedule_steps: PositiveInt | None = None
+    warmup_steps: Count | None = None
+    batch_size: PositiveInt = 4
+    accumulation: Annotated[PositiveInt, NEUTRAL] = 1
+    learning_rate: Positive = 2e-3
+    beta1: Decay = 0.9
+    beta2: Decay = 0.999
+    epsilon: NonNegative = 1e-7
+    weight_decay: NonNegative = 0.01
+    gradient_clip: NonNegative | None = 1.0
+    skip_non_finite: Annotated[Count, NEUTRAL] = 0
     precision: Precision = "auto"
     gradient_checkpointing: bool = False
     compile: bool = False
-    fsdp: bool = False
+    fsdp: Annotated[bool, NEUTRAL] = False
 
-    log_every: int = 10
-    evaluate_every: int = 250
-    save_every: int = 100
-    keep_checkpoints: int = 2
-    tensorboard: bool = False
+    log_every: PositiveInt = 10
+    evaluate_every: PositiveInt = 250
+    save_every: Annotated[PositiveInt, NEUTRAL] = 100
+    keep_checkpoints: Annotated[PositiveInt, NEUTRAL] = 2
+    tensorboard: Annotated[bool, NEUTRAL] = False
+    wandb: Annotated[bool, NEUTRAL] = False
 
     def __post_init__(self) -> None:
-        require_choice("precision", self.precision, get_args(Precision))
-        require_choice("packing", self.packing, get_args(Packing))
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) is None and "None" not in str(field.type):
-                raise ValueError(f"{field.name} must be given, not null.")
         assert self.spec is not None  # an unknown variant is named here
-        for name in (
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "vocab_size",
-            "block_size",
-            "max_tokens",
-            "steps",
-            "schedule_steps",
-            "batch_size",
-            "accumulation",
-            "log_every",
-            "evaluate_every",
-            "save_every",
-            "keep_checkpoints",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}.")
-            if value is not None and value >= 2**53:  # products of two would leave 64 bits
-                raise ValueError(f"{name} must be below 2**53, not {value}.")
-        for name in ("seed", "split_seed"):
-            if not 0 <= getattr(self, name) < 2**32:
-                raise ValueError(f"{name} must lie in [0, 2**32), not {getattr(self, name)}.")
-        for name, allowed, inside in _RANGES:
-            value = getattr(self, name)
-            if value is not None and not (NUMBER.fits(value) and inside(value)):
-                raise ValueError(f"{name} must be a finite number {allowed}, not {value!r}.")
+        for name, value in validated(_fields(), vars(self)).model_dump().items():
+            object.__setattr__(self, name, value)  # an integer where a float may stand is one
         for name in ("evaluate_every", "save_every"):
             if getattr(self, name) % self.log_every:
                 raise ValueError(
@@ -239,9 +210,14 @@ class RunConfig:
     @property
     def spec(self) -> AttentionSpec:
         """The attention's specification."""
+        if isinstance(self.attention, dict):
+            return AttentionSpec.from_dict(self.attention)
         if isinstance(self.attention, str):
             return resolve(self.attention)
-        return AttentionSpec.from_dict(self.attention)
+        raise ValueError(
+            "attention must be a variant's name or a mapping of an AttentionSpec's fields, not "
+            f"{shown(self.attention)}."
+        )
 
     @property
     def horizon(self) -> int:
@@ -259,6 +235,11 @@ class RunConfig:
         if self.gradient_clip is not None:
             return self.gradient_clip
         return 1.0 if self.spec.input_gate or self.spec.output_gate != "none" else 0.0
+
+    @property
+    def trackers(self) -> list[str]:
+        """The experiment trackers that rows are logged to as well."""
+        return [name for name in ("tensorboard", "wandb") if getattr(self, name)]
 
     @property
     def tokens_per_step(self) -> int:
@@ -286,16 +267,13 @@ class RunConfig:
         for key in data:
             if key not in names:
                 raise unknown("config key", key, names)
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_class_arguments(cls)
-        try:
-            return cls(**vars(parser.parse_object(dict(data))))
-        except ArgumentError as error:
-            raise _wrong_type(error, data) from error
-        except OverflowError as error:
-            integers = [name for name in data if isinstance(data[name], int)]
-            key = max(integers, key=lambda name: abs(data[name]))
-            raise ValueError(f"{key} is too large: {shown(data[key])}.") from error
+        return cls(**data)
+
+    @classmethod
+    def neutral_fields(cls) -> list[str]:
+        """The settings that may change when a run resumes: no update depends on them."""
+        hints = get_type_hints(cls, include_extras=True)
+        return [n for n, kind in hints.items() if NEUTRAL in getattr(kind, "__metadata__", ())]
 
     @classmethod
     def preset(cls, name: str, **fields: Any) -> RunConfig:
@@ -320,14 +298,9 @@ class RunConfig:
             raise ValueError(f"{path}: {error}") from error
 
 
-def _wrong_type(error: ArgumentError, data: Mapping[str, Any]) -> ValueError:
-    """What jsonargparse says in many lines, in one."""
-    key = re.match(r'Parser key "(\w+)"', str(error))
-    if key is None:
-        return ValueError(f"Bad configuration: {error}")
-    name, value = key[1], data[key[1]]
-    kind = get_type_hints(RunConfig)[name]
-    if get_origin(kind) is Literal:
-        return unknown(name, value, get_args(kind))
-    written = RunConfig.__annotations__[name]
-    return ValueError(f"{name} must be of type {written}, not {shown(value)}.")
+@functools.cache
+def _fields() -> type[BaseModel]:
+    """What the values must be, from the annotations of :class:`RunConfig`."""
+    hints = {**get_type_hints(RunConfig, include_extras=True), "attention": Any}
+    fields: dict[str, Any] = {name: (kind, ...) for name, kind in hints.items()}
+    return create_model("RunFields", __config__=ConfigDict(strict=True), **fields)

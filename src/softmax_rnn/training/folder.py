@@ -31,33 +31,51 @@ import numpy as np
 import pandas as pd
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
+from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
 
 from softmax_rnn._utils.files import file_aside, make_writable, sync, write_json, writing
-from softmax_rnn._utils.rules import MAPPING, POSITIVE, TEXT, Rule, require, whole
-from softmax_rnn.data.manifest import SPLITS
+from softmax_rnn._utils.validation import Count, NonNegative, PositiveInt, Text, validated
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.training.config import RunConfig
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _ROWS = ("metrics.jsonl", "evaluations.jsonl", "events.jsonl")
-_OR_NULL = Rule("a finite number >= 0, or null", lambda x: x is None or POSITIVE.fits(x))
-_COLUMNS = {
-    "metrics.jsonl": {
-        "step": whole(1),
-        "tokens": whole(1),
-        "loss": _OR_NULL,
-        "learning_rate": POSITIVE,
-        "grad_norm": _OR_NULL,
-        "tokens_per_second": POSITIVE,
-    },
-    "evaluations.jsonl": {"step": whole(), "tokens": whole(), "test_loss": POSITIVE},
-}
-# What may change when a run goes on: no update depends on it, but for rounding.
-_FREE = (
-    *("skip_non_finite", "save_every", "keep_checkpoints"),
-    *("accumulation", "fsdp", "tensorboard"),
-)
-_COUNTS = {"tokens": whole(), "sha256": TEXT}
+
+
+class MetricRow(TypedDict):
+    """A row of metrics.jsonl."""
+
+    step: PositiveInt
+    tokens: PositiveInt
+    loss: NonNegative | None
+    learning_rate: NonNegative
+    grad_norm: NonNegative | None
+    tokens_per_second: NonNegative
+
+
+class EvaluationRow(TypedDict):
+    """A row of evaluations.jsonl."""
+
+    step: Count
+    tokens: Count
+    test_loss: NonNegative
+
+
+class _Split(TypedDict):
+    tokens: Count
+    sha256: Text
+
+
+class _Corpus(TypedDict):
+    train: _Split
+    test: _Split
+
+
+class _OfCorpus(TypedDict):
+    corpus: _Corpus
+
+
+_COLUMNS = {"metrics.jsonl": MetricRow, "evaluations.jsonl": EvaluationRow}
 
 
 @dataclass(frozen=True)
@@ -142,11 +160,7 @@ class RunFolder:
     @property
     def corpus(self) -> dict[str, str]:
         """What the run's corpus was: a line a split, with its hash."""
-        environment = self.environment
-        require(self.environment_file, environment, {"corpus": MAPPING})
-        for split in SPLITS:
-            counts = environment["corpus"].get(split)
-            require(self.environment_file, counts, _COUNTS, f"corpus.{split}.")
+        environment = validated(_OfCorpus, self.environment, self.environment_file)
         return corpus_identity(environment["corpus"])
 
     @property
@@ -196,7 +210,8 @@ class RunFolder:
     def check_same_config(self, config: RunConfig) -> None:
         """Raise ``ValueError`` if the run was started with another configuration."""
         there, here = self.config.to_dict(), config.to_dict()
-        differing = differences({**there, **{name: here[name] for name in _FREE}}, here)
+        neutral = {name: here[name] for name in RunConfig.neutral_fields()}
+        differing = differences({**there, **neutral}, here)
         if differing:
             raise ValueError(
                 f"{self.path} holds a run with another configuration ({differing}). "
@@ -206,11 +221,9 @@ class RunFolder:
 
     def check_same_attention(self) -> None:
         """Raise ``ValueError`` if its variant's name meant another attention at that time."""
-        environment = self.environment
-        require(self.environment_file, environment, {})
+        environment = validated(dict[str, Any], self.environment, self.environment_file)
         if "attention" not in environment:  # of an earlier version
             return
-        require(self.environment_file, environment, {"attention": MAPPING})
         try:
             then = AttentionSpec.from_dict(environment["attention"])
         except (ValueError, TypeError) as error:
@@ -317,12 +330,14 @@ def _table(path: Path) -> pd.DataFrame:
         ValueError: naming the line and the column that is not what it must be.
     """
     columns = _COLUMNS[path.name]
-    rows = read_rows(path)
-    for number, row in enumerate(rows, start=1):
-        require(path, row, columns, f"line {number}: ")
-    table = pd.DataFrame(rows, columns=list(columns))
-    # Whole numbers beyond 64 bits, and a column of nulls, would stay Python's objects.
-    return table.astype({name: float for name in columns if name not in ("step", "tokens")})
+    rows = [
+        validated(columns, row, f"{path}, line {number}")
+        for number, row in enumerate(read_rows(path), start=1)
+    ]
+    names = list(columns.__annotations__)
+    table = pd.DataFrame(rows, columns=names)
+    # A column of nulls would stay Python's objects.
+    return table.astype({name: float for name in names if name not in ("step", "tokens")})
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from accelerate import Accelerator  # type: ignore[import-untyped]
 from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
-from transformers import default_data_collator
 from transformers.utils import logging as transformers_logging
 
 from softmax_rnn._utils.files import remove_leftovers, write_json
+from softmax_rnn._utils.integrity import sha256
+from softmax_rnn._utils.progress import notice
 from softmax_rnn.data import (
     DocumentRows,
     PreparedCorpus,
@@ -22,16 +28,15 @@ from softmax_rnn.data import (
     progress_bar,
 )
 from softmax_rnn.models import SoftmaxRNNConfig, SoftmaxRNNForCausalLM, initialize
-from softmax_rnn.training.callbacks import notice
 from softmax_rnn.training.checkpoint import newest_whole
 from softmax_rnn.training.config import RunConfig
+from softmax_rnn.training.distributed import gather, leaving_its_group, together
 from softmax_rnn.training.environment import environment, peak_memory
 from softmax_rnn.training.folder import RunFolder
+from softmax_rnn.training.loop import Loop, NonFiniteError
 from softmax_rnn.training.matmul import widest_float32_products
-from softmax_rnn.training.sharding import leaving_its_group
 from softmax_rnn.training.spikes import loss_spikes
 from softmax_rnn.training.stopping import RunStopped, StopRequest, foremost
-from softmax_rnn.training.trainer import NonFiniteError, SpecTrainer
 
 
 def load_corpus(config: RunConfig, *, workers: int | None = None) -> PreparedCorpus:
@@ -55,10 +60,11 @@ def load_blocks(config: RunConfig) -> tuple[PreparedCorpus, Rows, Rows]:
     Raises:
         ValueError: for an invalid corpus or split, or a package that the run lacks.
     """
-    if config.tensorboard and find_spec("tensorboard") is None:
-        raise ValueError(
-            "--tensorboard needs a package of its own: pip install 'softmax-rnn[tensorboard]'."
-        )
+    for tracker in config.trackers:
+        if find_spec(tracker) is None:
+            raise ValueError(
+                f"--{tracker} needs a package of its own: pip install 'softmax-rnn[{tracker}]'."
+            )
     corpus = load_corpus(config)
     corpus.check_unchanged()
     rows = DocumentRows if config.packing == "documents" else TokenBlocks
@@ -98,15 +104,15 @@ def model_config(config: RunConfig, vocab_size: int, end_of_text: int) -> Softma
 def train(
     config: RunConfig, path: Path, *, resume: bool = False, stop_after: float | None = None
 ) -> RunFolder:
-    """Run ``config`` in the folder ``path``, or go on where it stopped.
+    """Run ``config`` in the folder ``path``, or resume it.
 
-    SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 stop the run after the step it is at, with a
+    SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 stop the run after its current step, with a
     checkpoint; the second of the first three ends the process at once.
 
     Args:
         config: what to run.
         path: the run's folder.
-        resume: go on from the newest whole checkpoint of an unfinished run.
+        resume: resume an unfinished run from its newest intact checkpoint.
         stop_after: seconds after which to stop as by a signal.
 
     Returns:
@@ -116,14 +122,14 @@ def train(
         ValueError: if the folder holds another run or one on other text, or an unfinished one and
             ``resume`` is off; if another process runs there, or nothing can be written there; if
             the prepared corpus is damaged.
-        RunStopped: if a signal or the time stopped the run; it can go on.
+        RunStopped: if a signal or the time stopped the run; it can be resumed.
         NonFiniteError: if the loss or its gradient is not finite, and may not be skipped.
-        CheckpointError: if a checkpoint cannot be written, or all there are are damaged.
+        CheckpointError: if a checkpoint cannot be written, or all of them are damaged.
     """
     with StopRequest(stop_after) as stop:
         folder = RunFolder(path)
         _check(folder, config, resume)
-        corpus, train_blocks, test_blocks = load_blocks(config)
+        corpus, *rows = load_blocks(config)
         if folder.exists:
             folder.check_same_corpus(corpus.manifest)
             if folder.finished:
@@ -132,39 +138,33 @@ def train(
             model_config(config, corpus.manifest["vocab_size"], corpus.manifest["end_of_text"])
         )
         initialize(model, config.seed)
-        if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()  # one a checkpoint, over the run's own
         folder.make()
-        trainer = SpecTrainer(
-            model,
-            config,
-            folder,
-            corpus,
-            train_blocks,
-            test_blocks,
-            stop,
-            data_collator=default_data_collator,  # that of a tokenizer would pad
-            processing_class=load_tokenizer(config.tokenizer, end_of_text=config.end_of_text),
+        accelerator = Accelerator(
+            cpu=not torch.cuda.is_available(), log_with=config.trackers or None, project_dir=path
         )
-        if config.fsdp and trainer.args.world_size == 1:
+        tokenizer = load_tokenizer(config.tokenizer, end_of_text=config.end_of_text)
+        train_rows, test_rows = rows
+        loop = Loop(
+            *(config, folder, corpus, (train_rows, test_rows), model, tokenizer),
+            *(accelerator, stop),
+        )
+        if config.fsdp and accelerator.num_processes == 1:
             notice(
                 "fsdp=true shards nothing in a run of one process; to use N of them: torchrun "
                 "--nproc-per-node N -m softmax_rnn train."
             )
         with ExitStack() as until_done:
             stop.defer()  # from here on processes wait for each other: they stop together
-            checkpoint = _start(trainer, resume, until_done)
-            if code := foremost(trainer.of_all(stop.code)):
+            checkpoint = _start(loop, resume, until_done)
+            if code := foremost(int(code) for (code,) in gather(accelerator, stop.code)):
                 raise RunStopped(code)
-            trainer.train(resume_from_checkpoint=checkpoint)
-            if trainer.tested_at != config.steps:
-                trainer.evaluate()
-            with trainer.together():
-                if trainer.is_world_process_zero():
-                    _finish(trainer, folder)
+            until_done.enter_context(_tracking(accelerator, config, path))
+            loop.run(checkpoint)
+            with together(accelerator):
+                if accelerator.is_main_process:
+                    _finish(loop, folder)
     return folder
 
 
@@ -172,44 +172,64 @@ def _check(folder: RunFolder, config: RunConfig, resume: bool) -> None:
     if folder.exists:
         folder.check_same_config(config)
         if not folder.finished and not resume:
-            raise ValueError(
-                f"{folder.path} holds an unfinished run: add --resume to go on with it."
-            )
+            raise ValueError(f"{folder.path} holds an unfinished run: add --resume to resume it.")
     elif folder.checkpoints:
         raise ValueError(
-            f"{folder.path} holds checkpoints of a run that has lost its config.yaml: bring it "
-            "back, or choose another folder."
+            f"{folder.path} holds checkpoints of a run that has lost its config.yaml: restore it, "
+            "or choose another folder."
         )
 
 
-def _start(trainer: SpecTrainer, resume: bool, until_done: ExitStack) -> Path | None:
+@contextlib.contextmanager
+def _tracking(accelerator: Accelerator, config: RunConfig, path: Path) -> Iterator[None]:
+    """Log rows to TensorBoard and Weights & Biases as well, where the configuration says so."""
+    if not config.trackers:
+        yield
+        return
+    identity = sha256(str(path.resolve()))[:16]  # a resumed run continues its curves
+    wandb = {"name": path.name, "dir": str(path), "id": identity, "resume": "allow"}
+    accelerator.init_trackers("softmax-rnn", config=_flat(config), init_kwargs={"wandb": wandb})
+    try:
+        yield
+    finally:
+        for tracker in accelerator.trackers:
+            tracker.finish()
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    """The settings as TensorBoard takes them: no mapping, no null."""
+    plain = (int, float, str, bool)
+    return {k: v if isinstance(v, plain) else str(v) for k, v in config.to_dict().items()}
+
+
+def _start(loop: Loop, resume: bool, until_done: ExitStack) -> Path | None:
     """Choose where all processes start: a checkpoint, or None. The folder is locked until done."""
     chosen: list[Path | None] = [None]
-    with trainer.together():
-        if trainer.is_world_process_zero():
-            until_done.enter_context(trainer.folder.locked())
-            chosen = [_make_ready(trainer, resume)]
+    with together(loop.accelerator):
+        if loop.accelerator.is_main_process:
+            until_done.enter_context(loop.folder.locked())
+            chosen = [_make_ready(loop, resume)]
     return broadcast_object_list(chosen)[0]
 
 
-def _make_ready(trainer: SpecTrainer, resume: bool) -> Path | None:
-    """Bring the folder to where the run goes on: the newest whole checkpoint, or nothing."""
-    folder = trainer.folder
-    _check(folder, trainer.config, resume)  # again: the folder is ours only now
+def _make_ready(loop: Loop, resume: bool) -> Path | None:
+    """Bring the folder to where the run resumes: the newest intact checkpoint, or nothing."""
+    folder = loop.folder
+    _check(folder, loop.config, resume)  # again: the folder is ours only now
     remove_leftovers(folder.path)
     found, skipped = newest_whole(folder.checkpoints)
     for name, wrong in skipped.items():
-        notice(f"{name} is left out: {wrong}. It is {folder.put_aside(name)} now.")
+        notice(f"{name} is left out: {wrong}. It is renamed {folder.put_aside(name)}.")
     session = environment()
     if folder.exists:
         session |= {"start": found.name if found else None, "left_out": skipped}
-    folder.record_session(session, trainer.config.spec, trainer.corpus.manifest)
-    trainer.config.save(folder.config_file)
+    folder.record_session(session, loop.config.spec, loop.corpus.manifest)
+    loop.config.save(folder.config_file)
     folder.rewind(found)
     return found
 
 
-def _finish(trainer: SpecTrainer, folder: RunFolder) -> None:
+def _finish(loop: Loop, folder: RunFolder) -> None:
     metrics, config = folder.metrics, folder.config
     own = metrics.tokens.diff().fillna(metrics.tokens)  # a row's: the last may hold fewer
     updates = metrics.loss.notna()
@@ -218,12 +238,12 @@ def _finish(trainer: SpecTrainer, folder: RunFolder) -> None:
     last_tenth = updates & (
         metrics.step > min(0.9 * config.steps, metrics.step[updates].iloc[-1] - 1)
     )
-    assert trainer.test_losses is not None
-    np.save(folder.path / "test_losses.npy", trainer.test_losses)
+    assert loop.test_losses is not None
+    np.save(folder.path / "test_losses.npy", loop.test_losses)
     write_json(
         folder.summary_file,
         {
-            "parameters": trainer.model.num_parameters(),
+            "parameters": loop.model.num_parameters(),
             "steps": config.steps,
             "tokens": int(folder.evaluations.tokens.iloc[-1]),
             "train_loss": float(np.average(metrics.loss[last_tenth], weights=own[last_tenth])),

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from softmax_rnn.training.sharding import leaving_its_group
+from softmax_rnn.training.distributed import leaving_its_group
+from softmax_rnn.training.loop import NonFiniteError
 from softmax_rnn.training.stopping import RunStopped
-from softmax_rnn.training.trainer import NonFiniteError
 
 
 def join(folder: Path) -> None:

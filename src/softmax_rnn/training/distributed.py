@@ -1,0 +1,84 @@
+"""One run on several processes: what fails together, and models sharded over them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+
+OTHER_FAILED = "Another process of this run failed; it tells why."
+# Groups that were left. DDP must not be the last to let go of one: it holds Python's lock while it
+# waits for the group's threads, and one of them may be waiting for that lock.
+_LEFT: list[Any] = []
+
+
+@contextlib.contextmanager
+def leaving_its_group() -> Iterator[None]:
+    """Leave the process group that a run joins: gloo's threads abort the interpreter at its end.
+
+    The group stays after a failed backward pass, whose communication may never end.
+    """
+    joined_before = _in_a_group()
+    communicating = False
+    try:
+        yield
+    except (RuntimeError, MemoryError):
+        communicating = True
+        raise
+    finally:
+        if _in_a_group() and not joined_before and not communicating:
+            _LEFT.append(distributed.group.WORLD)
+            distributed.destroy_process_group()
+
+
+def _in_a_group() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def gather(accelerator: Accelerator, *values: float) -> list[list[float]]:
+    """[processes, values] the values of every process; all of them call this."""
+    mine = torch.tensor([values], dtype=torch.float64, device=accelerator.device)
+    gathered: list[list[float]] = accelerator.gather(mine).tolist()
+    return gathered
+
+
+@contextlib.contextmanager
+def together(accelerator: Accelerator) -> Iterator[None]:
+    """What fails here in one process fails in all, so that none waits for another.
+
+    Raises:
+        ChildProcessError: if it failed in another process.
+    """
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # of any kind: the others are waiting
+        mine = error
+    try:
+        failed = any(flag for (flag,) in gather(accelerator, mine is not None))
+    except Exception as error:
+        raise mine or error from None
+    if mine is not None:
+        raise mine
+    if failed:
+        raise ChildProcessError(OTHER_FAILED)
+
+
+def of_other_processes(error: Exception) -> bool:
+    """Whether an error says that another process ended, or cannot be reached."""
+    return isinstance(error, distributed.DistError) or "gloo" in str(error)
+
+
+def shard(model: Any) -> None:
+    """Shard a model's weights, gradients and optimizer states (FSDP2), a decoder layer at a time.
+
+    By torch's own function: accelerate shards on GPUs alone.
+    """
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)

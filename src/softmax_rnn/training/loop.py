@@ -1,0 +1,427 @@
+"""The training loop: gradients, update, metrics, evaluation, checkpoint, stop."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+from transformers import PreTrainedTokenizerBase
+
+from softmax_rnn._utils.integrity import seal
+from softmax_rnn._utils.progress import ProgressBar, notice
+from softmax_rnn.data import PreparedCorpus, Rows
+from softmax_rnn.models import SoftmaxRNNForCausalLM
+from softmax_rnn.training.checkpoint import (
+    CheckpointError,
+    read_progress,
+    read_state,
+    whole_weights,
+    write_progress,
+    write_state,
+)
+from softmax_rnn.training.config import RunConfig
+from softmax_rnn.training.distributed import gather, of_other_processes, shard, together
+from softmax_rnn.training.folder import RunFolder, append_row, read_rows, step_of
+from softmax_rnn.training.metrics import MetricRows
+from softmax_rnn.training.stopping import RunStopped, StopRequest, foremost
+
+_NOT_OF_THE_DISK = (torch.OutOfMemoryError, ChildProcessError)
+
+
+class NonFiniteError(ArithmeticError):
+    """The loss or its gradient is not finite; nothing after the step before was kept."""
+
+
+class Loop:
+    """The steps of one run. All its processes run this, and decide everything together.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        corpus: to train and to test on.
+        rows: of it, to train and to test on.
+        model: with its initial weights.
+        tokenizer: saved beside the weights.
+        accelerator: of this process.
+        stop: asked after every step and test batch.
+
+    Attributes:
+        step: steps made so far.
+        test_losses: [test rows] mean loss of every row, of the last evaluation.
+        tested_at: the step of the last evaluation of this session.
+
+    Raises:
+        ValueError: if the batch cannot be shared among the processes.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        corpus: PreparedCorpus,
+        rows: tuple[Rows, Rows],
+        model: SoftmaxRNNForCausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        accelerator: Accelerator,
+        stop: StopRequest,
+    ) -> None:
+        self.config, self.folder, self.corpus = config, folder, corpus
+        self.tokenizer, self.accelerator, self.stop = tokenizer, accelerator, stop
+        self.train_rows = rows[0].sampled(config.seed, config.steps * config.batch_size)
+        self.test_rows = rows[1]
+        processes = accelerator.num_processes
+        self.share, rest = divmod(config.batch_size, config.accumulation * processes)
+        if rest or not self.share:
+            raise ValueError(
+                f"batch_size={config.batch_size} must be a multiple of accumulation="
+                f"{config.accumulation} times the {processes} processes."
+            )
+        self.model = model.to(accelerator.device)
+        self.sharded = config.fsdp and processes > 1
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.sharded:
+            shard(model)
+        if config.compile:
+            model.compile()
+        # As a function of a batch, whose gradients are means over the processes.
+        self.forward: Any = model
+        if processes > 1 and not self.sharded:
+            self.forward = accelerator.prepare_model(model)
+        self.optimizer = _optimizer(model, config)
+        self.step = 0
+        self.tested_at = -1
+        self.test_losses: NDArray[np.float64] | None = None
+        self._saved_at = -1
+        self._loss_sum, self._loss_steps = 0.0, 0  # of the updates since the last row
+        self._skipped_in_a_row = 0
+        self._overflow = ""  # what the attention said of this step
+
+    def run(self, checkpoint: Path | None) -> None:
+        """Train to the end, from the beginning or from a checkpoint.
+
+        Raises:
+            RunStopped: if a stop was requested; a checkpoint holds the last step.
+            NonFiniteError: if a step's loss or gradient is not finite, and may not be skipped.
+            CheckpointError: if a checkpoint cannot be written.
+            CorpusError: if the prepared corpus changes meanwhile.
+            ChildProcessError: if another process of the run ended.
+        """
+        try:
+            if checkpoint is not None:
+                self._resume(checkpoint)
+            self.metrics = MetricRows(self.config, self.folder, self.train_rows.tokens)
+            label = self.folder.path.name
+            shown = self.accelerator.is_main_process
+            with ProgressBar(label, self.config.steps, self.step, visible=shown) as self.bar:
+                self._steps()
+        except RuntimeError as error:
+            if not of_other_processes(error):
+                raise
+            raise ChildProcessError(
+                f"Another process of this run ended, or cannot be reached ({error}). Last "
+                f"checkpoint: {self._last_kept()}; --resume goes on from it."
+            ) from error
+
+    def _steps(self) -> None:
+        config, shown = self.config, ""
+        if self._evaluation_is_due() and self.step not in self._evaluated_steps():
+            self.evaluate()  # the run was stopped before it
+        self.model.train()
+        while self.step < config.steps:
+            started = time.perf_counter()
+            rate = config.learning_rate * config.learning_rate_factor(self.step)
+            loss = self.gradients()
+            norm = self.gradient_norm()
+            loss, stopped = self._agree(loss, norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+            self.metrics.seconds += time.perf_counter() - started
+            self.metrics.steps += 1
+
+            last = self.step == config.steps
+            if self.step % config.log_every == 0 or last:
+                shown = self._log(rate, norm)
+            self.bar.update(self.step, shown)
+            if stopped:
+                self._stop(stopped)
+            if self._evaluation_is_due():
+                self.evaluate()
+                self.model.train()
+            if self.step % config.save_every == 0 or last:
+                self.save()
+        if self.tested_at != config.steps:  # evaluated by a session that was killed
+            self.evaluate()
+
+    def gradients(self) -> float:
+        """Forward and backward passes of the next step.
+
+        Returns:
+            This process's share of the mean loss over the batch's predicted tokens; NaN where the
+            attention overflows.
+        """
+        config, rank = self.config, self.accelerator.process_index
+        processes = self.accelerator.num_processes
+        first = self.step * config.batch_size
+        # The first token of a row is not predicted.
+        predicted = self.train_rows.tokens(first, first + config.batch_size) - config.batch_size
+        total = 0.0
+        for part in range(config.accumulation):
+            start = first + (part * processes + rank) * self.share
+            batch = self._batch([self.train_rows[start + i] for i in range(self.share)])
+            with self._synchronised(part == config.accumulation - 1):
+                try:
+                    with self._autocast():
+                        loss = self.forward(
+                            **batch, use_cache=False, num_items_in_batch=predicted
+                        ).loss
+                    (loss * processes).backward()  # gradients are means over the processes
+                except OverflowError as error:
+                    if processes > 1:  # the others wait for its gradients
+                        raise
+                    self._overflow = f": {error}"
+                    return math.nan
+            total += float(loss.detach())
+        return total
+
+    def gradient_norm(self) -> float:
+        """The norm of the gradient over all processes; clips it to the configured one."""
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or math.inf)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def _agree(self, loss: float, norm: float) -> tuple[float, int]:
+        """The loss of all processes, and the signal that asks to stop, if any did.
+
+        A step of which any number is not finite loses its gradients, or ends the run.
+        """
+        told = gather(self.accelerator, loss, norm, self.stop.code)
+        loss = sum(each for each, _, _ in told)
+        bad_norms = (norm for _, norm, _ in told if not math.isfinite(norm))
+        values = {"loss": loss, "gradient norm": next(bad_norms, norm)}
+        overflow, self._overflow = self._overflow, ""
+        if all(map(math.isfinite, values.values())):
+            self._loss_sum += loss
+            self._loss_steps += 1
+            self._skipped_in_a_row = 0
+        else:
+            self._skip(values, overflow)
+        return loss, foremost(int(code) for _, _, code in told)
+
+    def _skip(self, values: dict[str, float], overflow: str) -> None:
+        """Make no update in this step, or end the run."""
+        what, value = next(each for each in values.items() if not math.isfinite(each[1]))
+        step = self.step + 1
+        message = f"The {what} of step {step} is {value}{overflow}"
+        if self._skipped_in_a_row >= self.config.skip_non_finite:
+            raise NonFiniteError(
+                f"{message}; the run stopped before the update, with {self._skipped_in_a_row} "
+                f"steps skipped in a row. Last checkpoint: {self._last_kept()}. To pass over the "
+                "step, resume with a larger --skip-non-finite; a new run may need a smaller "
+                "--learning-rate or a --gradient-clip."
+            )
+        self._skipped_in_a_row += 1
+        self.optimizer.zero_grad()  # AdamW passes over parameters without a gradient
+        if self.accelerator.is_main_process:
+            event = {"step": step, "event": "non_finite", "what": what, "value": str(value)}
+            append_row(self.folder.events_file, event)
+            notice(f"{message}: it makes no update.")
+
+    def _log(self, rate: float, norm: float) -> str:
+        """Write a row of metrics; return its loss for the progress bar."""
+        loss = self._loss_sum / self._loss_steps if self._loss_steps else math.nan
+        self._loss_sum, self._loss_steps = 0.0, 0
+        if self.accelerator.is_main_process:
+            self.metrics.add(self.step, loss, rate, norm)
+        else:
+            self.metrics.seconds, self.metrics.steps = 0.0, 0
+        self.accelerator.log({"loss": loss, "learning_rate": rate, "grad_norm": norm}, self.step)
+        return f"loss {loss:.3f}"
+
+    def evaluate(self) -> None:
+        """The mean loss over all predicted tokens of the test rows, and of every row.
+
+        Raises:
+            RunStopped: if a stop was requested meanwhile.
+            NonFiniteError: if it is not finite.
+        """
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        count = len(self.test_rows)
+        size = min(2 * self.share, -(-count // processes))  # twice: there are no gradients to hold
+        losses = torch.zeros(2, count, dtype=torch.float64, device=self.accelerator.device)
+        self.model.eval()
+        for start in range(0, count, size * processes):
+            if stopped := self._asked_to_stop():
+                self._stop(stopped)
+            places = range(start + rank * size, start + (rank + 1) * size)
+            # A sharded model needs every process at every batch: the last rows may come twice.
+            found = self.test_batch([min(place, count - 1) for place in places])
+            mine = [place for place in places if place < count]
+            losses[:, mine] = found[:, : len(mine)]
+        losses = self.accelerator.reduce(losses, "sum")
+        totals, counts = losses.cpu().numpy()
+        self.test_losses, self.tested_at = totals / np.maximum(counts, 1), self.step
+        loss = float(np.average(self.test_losses, weights=counts))
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"The test loss after step {self.step} is {loss}.")
+        if self.accelerator.is_main_process:
+            self.metrics.add_evaluation(self.step, loss)
+        self.accelerator.log({"test_loss": loss}, self.step)
+        self.bar.update(self.step, f"test {loss:.3f}")
+
+    @torch.no_grad()
+    def test_batch(self, places: Sequence[int]) -> Tensor:
+        """[2, rows] the sum of the losses of these test rows, and their predicted tokens."""
+        batch = self._batch([self.test_rows[place] for place in places])
+        labels = batch.pop("labels")[:, 1:]
+        with self._autocast():
+            logits = self.model(**batch, use_cache=False).logits[:, :-1].float()
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")  # 0 at -100
+        return torch.stack([losses.double().sum(1), (labels != -100).sum(1).double()])
+
+    def save(self) -> None:
+        """Write a checkpoint aside, seal it and give it its name.
+
+        Raises:
+            CheckpointError: if it cannot be written.
+        """
+        accelerator, name = self.accelerator, f"checkpoint-{self.step}"
+        parts = self.folder.path / f".{name}.parts"  # of all processes
+        made = parts / name
+        weights = not self.sharded or self.step == self.config.steps
+        try:
+            with together(accelerator):
+                self.corpus.check_unchanged()  # what was learned from other text is not kept
+                made.mkdir(parents=True, exist_ok=True)
+            state = whole_weights(self.model) if self.sharded and weights else None
+            with together(accelerator):
+                if accelerator.is_main_process:
+                    self._write_model(made, state, weights)
+            with together(accelerator):
+                write_state(
+                    made,
+                    self.model,
+                    self.optimizer,
+                    weights=not weights,
+                    rank=accelerator.process_index,
+                )
+            with together(accelerator):
+                if accelerator.is_main_process:
+                    self._complete(made)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            if isinstance(error, _NOT_OF_THE_DISK) or of_other_processes(error):
+                raise
+            free = shutil.disk_usage(self.folder.path).free / 2**20
+            raise CheckpointError(
+                f"{name} could not be written: {error}. Its disk has {free:,.0f} MiB left. "
+                f"Last checkpoint: {self._last_kept()}; when there is room, --resume goes on from "
+                "it."
+            ) from error
+        finally:
+            if accelerator.is_main_process:
+                shutil.rmtree(parts, ignore_errors=True)
+        self._saved_at = self.step
+
+    def _write_model(self, made: Path, state: dict[str, Any] | None, weights: bool) -> None:
+        if weights:
+            self.model.save_pretrained(made, state_dict=state)
+        else:
+            self.model.config.save_pretrained(made)
+        self.tokenizer.save_pretrained(made)
+
+    def _complete(self, made: Path) -> None:
+        """What the first process adds to a checkpoint, until it has its name."""
+        progress = {
+            "loss_sum": self._loss_sum,
+            "loss_steps": self._loss_steps,
+            "skipped_in_a_row": self._skipped_in_a_row,
+        }
+        write_progress(made, progress)
+        self.folder.copy_rows(made)
+        seal(made)
+        self.folder.add_checkpoint(made, self.config.keep_checkpoints)
+
+    def _resume(self, checkpoint: Path) -> None:
+        progress = read_progress(checkpoint)
+        self._loss_sum, self._loss_steps = progress["loss_sum"], progress["loss_steps"]
+        self._skipped_in_a_row = progress["skipped_in_a_row"]
+        self.step = self._saved_at = step_of(checkpoint)
+        read_state(checkpoint, self.model, self.optimizer, self.accelerator.process_index)
+
+    def _evaluation_is_due(self) -> bool:
+        return self.step > 0 and (
+            self.step % self.config.evaluate_every == 0 or self.step == self.config.steps
+        )
+
+    def _evaluated_steps(self) -> list[int]:
+        return [row["step"] for row in read_rows(self.folder.evaluations_file)]
+
+    def _asked_to_stop(self) -> int:
+        return foremost(int(code) for (code,) in gather(self.accelerator, self.stop.code))
+
+    def _stop(self, code: int) -> None:
+        if self._saved_at != self.step:
+            self.save()
+        code = foremost((code, self.stop.code))  # one may have come meanwhile
+        raise RunStopped(code, f"after step {self.step}, which checkpoint-{self.step} holds")
+
+    def _last_kept(self) -> str:
+        kept = self.folder.checkpoints
+        return str(kept[-1]) if kept else "none"
+
+    def _batch(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        device = self.accelerator.device
+        return {name: x.to(device) for name, x in default_collate(rows).items()}
+
+    def _autocast(self) -> torch.autocast:
+        device = self.accelerator.device.type
+        wanted = self.config.precision
+        bf16 = wanted == "bf16" or (wanted == "auto" and device == "cuda")
+        return torch.autocast(device, torch.bfloat16, enabled=bf16)
+
+    @contextlib.contextmanager
+    def _synchronised(self, last: bool) -> Iterator[None]:
+        """Sum gradients over the processes in the last micro-batch of a step alone."""
+        if self.sharded:
+            self.forward.set_requires_gradient_sync(last)
+        if last or self.sharded or self.accelerator.num_processes == 1:
+            yield
+        else:
+            with self.accelerator.no_sync(self.forward):
+                yield
+
+
+def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
+    """AdamW, without weight decay on biases and the norms of the residual stream."""
+    kept = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if "bias" in name or "layernorm" in name or name == "model.norm.weight"
+    ]
+    excluded = {id(parameter) for parameter in kept}
+    decayed = [parameter for parameter in model.parameters() if id(parameter) not in excluded]
+    return torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": kept, "weight_decay": 0.0},
+        ],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        fused=True,
+    )
