@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import softmax_rnn as sr
 from softmax_rnn.models import from_llama, initialize
+from softmax_rnn.models.modeling import checkpoint_activations
 
 TINY = {
     "vocab_size": 61,
@@ -115,6 +116,19 @@ def test_saved_and_loaded(name: str, tmp_path: Path, batch: dict[str, torch.Tens
     assert AutoConfig.from_pretrained(tmp_path).spec == sr.variant(name)
 
 
+@pytest.mark.parametrize("name", ["norm_layer_length", "linear_cosine"])
+def test_weights_that_a_file_lacks_start_as_in_a_fresh_model(name: str, tmp_path: Path) -> None:
+    build("softmax").save_pretrained(tmp_path)
+    own = {"norm_weight": 1.0, "norm_bias": 0.0, "length_logit": 0.5}
+    config = sr.SoftmaxRNNConfig(attention=name, **TINY)
+    loaded = sr.SoftmaxRNNForCausalLM.from_pretrained(tmp_path, config=config)
+    found = {key.split(".")[-1]: x for key, x in loaded.named_parameters() if "self_attn" in key}
+    assert any(key in found for key in own)
+    for key, value in own.items():
+        if key in found:
+            assert torch.equal(found[key], torch.full_like(found[key], value)), key
+
+
 def test_config_takes_a_name_a_spec_and_a_dict() -> None:
     spec = sr.variant("taylor:4")
     for attention in ("taylor:4", spec, spec.to_dict(), {"series": "taylor", "order": 4}):
@@ -148,7 +162,7 @@ def test_gradient_checkpointing_changes_no_gradient(name: str, reentrant: bool) 
     for checkpointing in (False, True):
         model = build(name).train()
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            checkpoint_activations(model, {"use_reentrant": reentrant})
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         grads.append([parameter.grad for parameter in model.parameters()])
     for a, b in zip(*grads, strict=True):

@@ -66,7 +66,7 @@ class SoftmaxRNNConfig(LlamaConfig):
                 f"attention_dropout must be 0, not {self.attention_dropout!r}: no form of this "
                 "attention drops weights."
             )
-        super().__post_init__(**kwargs)
+        super().__post_init__(**{**kwargs, "attn_implementation": MASKING})
 
     @property
     def spec(self) -> AttentionSpec:
@@ -79,16 +79,6 @@ class SoftmaxRNNConfig(LlamaConfig):
         if size not in SIZES:
             raise unknown("model size", size, SIZES)
         return cls(attention=attention, **{"rms_norm_eps": 1e-5, **SIZES[size], **fields})
-
-    # Not saved by transformers; and a model that scored with another attention than its
-    # configuration says would do so silently.
-    @property
-    def _attn_implementation(self) -> str:
-        return MASKING
-
-    @_attn_implementation.setter
-    def _attn_implementation(self, value: Any) -> None:
-        self._attn_implementation_internal = MASKING
 
 
 AutoConfig.register(SoftmaxRNNConfig.model_type, SoftmaxRNNConfig)

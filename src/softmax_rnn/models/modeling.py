@@ -7,12 +7,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModel,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationConfig, GenerationMode
+from transformers.initialization import guard_torch_init_functions
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.models.llama.modeling_llama import (
-    LlamaDecoderLayer,
     LlamaForCausalLM,
     LlamaModel,
     LlamaPreTrainedModel,
@@ -22,20 +27,33 @@ from softmax_rnn.models.attention import LlamaAttention
 from softmax_rnn.models.cache import RecurrentCache, recurrent_bytes
 from softmax_rnn.models.configuration import MASKING, SoftmaxRNNConfig
 
+# Settings of generation that name a cache, and of assisted decoding, which crops its cache.
+_CHOOSE_A_CACHE = (
+    *("past_key_values", "cache_implementation", "is_assistant"),
+    *("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"),
+)
+
 
 class SoftmaxRNNPreTrainedModel(LlamaPreTrainedModel):
     """What both models share."""
 
     config_class = SoftmaxRNNConfig
-    _supports_flash_attn = False
-    _supports_flex_attn = False
-    _can_record_outputs = {"hidden_states": LlamaDecoderLayer}  # noqa: RUF012
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, LlamaAttention):
-            module.reset_parameters()
+    def initialize_weights(self) -> None:
+        """As the base class, and the attention's own parameters; weights that were loaded stay."""
+        super().initialize_weights()
+        with guard_torch_init_functions():
+            for module in self.modules():
+                if isinstance(module, LlamaAttention):
+                    module.reset_parameters()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As the base class; ``attn_implementation`` is ignored."""
+        return super().from_pretrained(*args, **{**kwargs, "attn_implementation": MASKING})
+
+    def set_attn_implementation(self, *_: Any, **__: Any) -> None:
+        """Do nothing: ``config.attention`` chooses the attention."""
 
 
 class SoftmaxRNNModel(SoftmaxRNNPreTrainedModel, LlamaModel):
@@ -67,26 +85,18 @@ class SoftmaxRNNForCausalLM(SoftmaxRNNPreTrainedModel, LlamaForCausalLM):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: GenerationMode,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Take :meth:`new_cache` where nothing else was asked for."""
-        given = model_kwargs.get("past_key_values")
-        super()._prepare_cache_for_generation(
-            generation_config, model_kwargs, generation_mode, *args, **kwargs
-        )
-        # Tokens that were only proposed are cropped away again, in the draft model's cache as well.
-        rewinds = (
-            generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
-        )
-        chosen = generation_config.cache_implementation is not None or given is not None
-        if not chosen and not rewinds and model_kwargs.get("past_key_values") is not None:
-            model_kwargs["past_key_values"] = self.new_cache()
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As ``GenerationMixin.generate``, with :meth:`new_cache` where no cache is asked for."""
+        config = args[0] if args else kwargs.get("generation_config")
+        config = config or self.generation_config
+
+        def setting(name: str) -> Any:
+            return kwargs[name] if name in kwargs else getattr(config, name, None)
+
+        chosen = any(setting(name) not in (None, False) for name in _CHOOSE_A_CACHE)
+        if setting("use_cache") is not False and not chosen:
+            kwargs["past_key_values"] = self.new_cache()
+        return super().generate(inputs, *args, **kwargs)
 
     def new_cache(self) -> Cache:
         """An empty cache: recurrent for a finite series, unless its states outweigh the model."""
@@ -94,6 +104,14 @@ class SoftmaxRNNForCausalLM(SoftmaxRNNPreTrainedModel, LlamaForCausalLM):
         if states is None or states > self.num_parameters() * self.dtype.itemsize:
             return DynamicCache(config=self.config)
         return RecurrentCache()
+
+
+def checkpoint_activations(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    """Recompute activations in the backward pass; ``options`` are of torch's ``checkpoint``."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(options)
+    else:  # its name in older versions of transformers
+        model.gradient_checkpointing_enable(options)
 
 
 def _causal_mask(

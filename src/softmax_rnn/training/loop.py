@@ -24,6 +24,7 @@ from softmax_rnn._utils.integrity import seal
 from softmax_rnn._utils.progress import ProgressBar, notice
 from softmax_rnn.data import PreparedCorpus, Rows
 from softmax_rnn.models import SoftmaxRNNForCausalLM
+from softmax_rnn.models.modeling import checkpoint_activations
 from softmax_rnn.training.checkpoint import (
     CheckpointError,
     read_progress,
@@ -36,6 +37,7 @@ from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.distributed import gather, of_other_processes, shard, together
 from softmax_rnn.training.folder import RunFolder, append_row, read_rows, step_of
 from softmax_rnn.training.metrics import MetricRows
+from softmax_rnn.training.optimizer import adamw
 from softmax_rnn.training.stopping import RunStopped, StopRequest, foremost
 
 _NOT_OF_THE_DISK = (torch.OutOfMemoryError, ChildProcessError)
@@ -92,7 +94,7 @@ class Loop:
         self.model = model.to(accelerator.device)
         self.sharded = config.fsdp and processes > 1
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(model, {"use_reentrant": False})
         if self.sharded:
             shard(model)
         if config.compile:
@@ -101,7 +103,7 @@ class Loop:
         self.forward: Any = model
         if processes > 1 and not self.sharded:
             self.forward = accelerator.prepare_model(model)
-        self.optimizer = _optimizer(model, config)
+        self.optimizer = adamw(model, config)
         self.step = 0
         self.tested_at = -1
         self.test_losses: NDArray[np.float64] | None = None
@@ -404,24 +406,3 @@ class Loop:
         else:
             with self.accelerator.no_sync(self.forward):
                 yield
-
-
-def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
-    """AdamW, without weight decay on biases and the norms of the residual stream."""
-    kept = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if "bias" in name or "layernorm" in name or name == "model.norm.weight"
-    ]
-    excluded = {id(parameter) for parameter in kept}
-    decayed = [parameter for parameter in model.parameters() if id(parameter) not in excluded]
-    return torch.optim.AdamW(
-        [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": kept, "weight_decay": 0.0},
-        ],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        fused=True,
-    )
