@@ -58,7 +58,7 @@ def whole_weights(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def write_state(
-    checkpoint: Path, model: PreTrainedModel, optimizer: Optimizer, *, weights: bool, rank: int
+    checkpoint: Path, model: PreTrainedModel, optimizer: Optimizer, rank: int, *, weights: bool
 ) -> None:
     """Write the optimizer's states, and the model's ``weights`` if asked to: a file a process.
 

@@ -176,6 +176,11 @@ class RunFolder:
         ]
         return sorted(found, key=step_of)
 
+    @property
+    def last_checkpoint(self) -> str:
+        """The path of the newest checkpoint, for messages."""
+        return str(self.checkpoints[-1]) if self.checkpoints else "none"
+
     def make(self) -> None:
         """Make the folder, unless it is there.
 

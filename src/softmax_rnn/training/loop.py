@@ -135,12 +135,13 @@ class Loop:
                 raise
             raise ChildProcessError(
                 f"Another process of this run ended, or cannot be reached ({error}). Last "
-                f"checkpoint: {self._last_kept()}; --resume goes on from it."
+                f"checkpoint: {self.folder.last_checkpoint}; --resume continues from it."
             ) from error
 
     def _steps(self) -> None:
         config, shown = self.config, ""
-        if self._evaluation_is_due() and self.step not in self._evaluated_steps():
+        evaluated = {row["step"] for row in read_rows(self.folder.evaluations_file)}
+        if self._evaluation_is_due() and self.step not in evaluated:
             self.evaluate()  # the run was stopped before it
         self.model.train()
         while self.step < config.steps:
@@ -148,7 +149,7 @@ class Loop:
             rate = config.learning_rate * config.learning_rate_factor(self.step)
             loss = self.gradients()
             norm = self.gradient_norm()
-            loss, stopped = self._agree(loss, norm)
+            stopped = self._agree(loss, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
@@ -207,14 +208,17 @@ class Loop:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or math.inf)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
-    def _agree(self, loss: float, norm: float) -> tuple[float, int]:
-        """The loss of all processes, and the signal that asks to stop, if any did.
+    def _agree(self, loss: float, norm: float) -> int:
+        """Add up the losses of all processes. What is not finite makes no update, or ends the run.
 
-        A step of which any number is not finite loses its gradients, or ends the run.
+        Returns:
+            The signal that asks to stop; 0 if none did.
         """
-        told = gather(self.accelerator, loss, norm, self.stop.code)
-        loss = sum(each for each, _, _ in told)
-        bad_norms = (norm for _, norm, _ in told if not math.isfinite(norm))
+        losses, norms, codes = zip(
+            *gather(self.accelerator, loss, norm, self.stop.code), strict=True
+        )
+        loss = sum(losses)
+        bad_norms = (each for each in norms if not math.isfinite(each))
         values = {"loss": loss, "gradient norm": next(bad_norms, norm)}
         overflow, self._overflow = self._overflow, ""
         if all(map(math.isfinite, values.values())):
@@ -223,7 +227,7 @@ class Loop:
             self._skipped_in_a_row = 0
         else:
             self._skip(values, overflow)
-        return loss, foremost(int(code) for _, _, code in told)
+        return foremost(map(int, codes))
 
     def _skip(self, values: dict[str, float], overflow: str) -> None:
         """Make no update in this step, or end the run."""
@@ -233,8 +237,8 @@ class Loop:
         if self._skipped_in_a_row >= self.config.skip_non_finite:
             raise NonFiniteError(
                 f"{message}; the run stopped before the update, with {self._skipped_in_a_row} "
-                f"steps skipped in a row. Last checkpoint: {self._last_kept()}. To pass over the "
-                "step, resume with a larger --skip-non-finite; a new run may need a smaller "
+                f"steps skipped in a row. Last checkpoint: {self.folder.last_checkpoint}. To skip "
+                "the step, resume with a larger --skip-non-finite; a new run may need a smaller "
                 "--learning-rate or a --gradient-clip."
             )
         self._skipped_in_a_row += 1
@@ -313,14 +317,15 @@ class Loop:
             state = whole_weights(self.model) if self.sharded and weights else None
             with together(accelerator):
                 if accelerator.is_main_process:
-                    self._write_model(made, state, weights)
+                    self.tokenizer.save_pretrained(made)
+                    if weights:
+                        self.model.save_pretrained(made, state_dict=state)
+                    else:
+                        self.model.config.save_pretrained(made)
             with together(accelerator):
                 write_state(
-                    made,
-                    self.model,
-                    self.optimizer,
+                    *(made, self.model, self.optimizer, accelerator.process_index),
                     weights=not weights,
-                    rank=accelerator.process_index,
                 )
             with together(accelerator):
                 if accelerator.is_main_process:
@@ -331,20 +336,13 @@ class Loop:
             free = shutil.disk_usage(self.folder.path).free / 2**20
             raise CheckpointError(
                 f"{name} could not be written: {error}. Its disk has {free:,.0f} MiB left. "
-                f"Last checkpoint: {self._last_kept()}; when there is room, --resume goes on from "
-                "it."
+                f"Last checkpoint: {self.folder.last_checkpoint}; when there is room, --resume "
+                "continues from it."
             ) from error
         finally:
             if accelerator.is_main_process:
                 shutil.rmtree(parts, ignore_errors=True)
         self._saved_at = self.step
-
-    def _write_model(self, made: Path, state: dict[str, Any] | None, weights: bool) -> None:
-        if weights:
-            self.model.save_pretrained(made, state_dict=state)
-        else:
-            self.model.config.save_pretrained(made)
-        self.tokenizer.save_pretrained(made)
 
     def _complete(self, made: Path) -> None:
         """What the first process adds to a checkpoint, until it has its name."""
@@ -370,9 +368,6 @@ class Loop:
             self.step % self.config.evaluate_every == 0 or self.step == self.config.steps
         )
 
-    def _evaluated_steps(self) -> list[int]:
-        return [row["step"] for row in read_rows(self.folder.evaluations_file)]
-
     def _asked_to_stop(self) -> int:
         return foremost(int(code) for (code,) in gather(self.accelerator, self.stop.code))
 
@@ -381,10 +376,6 @@ class Loop:
             self.save()
         code = foremost((code, self.stop.code))  # one may have come meanwhile
         raise RunStopped(code, f"after step {self.step}, which checkpoint-{self.step} holds")
-
-    def _last_kept(self) -> str:
-        kept = self.folder.checkpoints
-        return str(kept[-1]) if kept else "none"
 
     def _batch(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         device = self.accelerator.device
