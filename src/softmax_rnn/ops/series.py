@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from itertools import accumulate, chain, count, islice, takewhile
 from typing import NamedTuple
 
 import torch
@@ -68,8 +69,7 @@ class PowerSeries(NamedTuple):
 def remainder_bound(order: int, radius: float) -> float:
     """``max |exp(x) - taylor_order(x)|`` over ``|x| <= radius``: exact, attained at ``radius``.
 
-    It is the tail ``sum_{n > order} radius^n / n!`` of exp's series, that is ``exp(radius)`` times
-    the regularised lower incomplete gamma function.
+    It is the tail ``sum_{n > order} radius^n / n!`` of exp's series.
 
     Raises:
         ValueError: for an order that is not an integer >= 0, or a radius that is not in [0, 700]
@@ -78,8 +78,12 @@ def remainder_bound(order: int, radius: float) -> float:
     if isinstance(order, bool) or not isinstance(order, int) or order < 0:
         raise ValueError(f"order must be an integer >= 0, not {order!r}.")
     _check_radius(radius)
-    arguments = torch.tensor([order + 1, radius], dtype=torch.float64, device="cpu")
-    return math.exp(radius) * torch.special.gammainc(*arguments).item()
+    terms = accumulate(count(1), lambda term, n: term * radius / n, initial=1.0)
+    head = math.fsum(islice(terms, order + 1))
+    if order + 1 < radius:  # the tail is more than a third of exp: little cancels
+        return math.exp(radius) - head
+    first = next(terms)
+    return math.fsum(chain([first], takewhile(lambda term: term > 1e-17 * first, terms)))
 
 
 def order_for(tolerance: float, radius: float) -> int:
