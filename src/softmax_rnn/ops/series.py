@@ -80,7 +80,7 @@ def remainder_bound(order: int, radius: float) -> float:
     _check_radius(radius)
     terms = accumulate(count(1), lambda term, n: term * radius / n, initial=1.0)
     head = math.fsum(islice(terms, order + 1))
-    if order + 1 < radius:  # the tail is more than a third of exp: little cancels
+    if order + 1 < radius:  # the tail is more than half of exp: little cancels
         return math.exp(radius) - head
     first = next(terms)
     return math.fsum(chain([first], takewhile(lambda term: term > 1e-17 * first, terms)))
