@@ -8,6 +8,7 @@ new.
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_left
 from itertools import accumulate, chain, count, islice, takewhile
 from typing import NamedTuple
@@ -78,7 +79,8 @@ def remainder_bound(order: int, radius: float) -> float:
     if isinstance(order, bool) or not isinstance(order, int) or order < 0:
         raise ValueError(f"order must be an integer >= 0, not {order!r}.")
     _check_radius(radius)
-    terms = accumulate(count(1), lambda term, n: term * radius / n, initial=1.0)
+    factors = (radius / n for n in count(1))
+    terms = accumulate(factors, operator.mul, initial=1.0)
     head = math.fsum(islice(terms, order + 1))
     if order + 1 < radius:  # the tail is more than half of exp: little cancels
         return math.exp(radius) - head
