@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from bisect import bisect_left
+from collections.abc import Iterator
 from itertools import accumulate, chain, count, islice, takewhile
 from typing import NamedTuple
 
@@ -85,7 +86,8 @@ def remainder_bound(order: int, radius: float) -> float:
     if order + 1 < radius:  # the tail is more than half of exp: little cancels
         return math.exp(radius) - head
     first = next(terms)
-    return math.fsum(chain([first], takewhile(lambda term: term > 1e-17 * first, terms)))
+    tail: Iterator[float] = takewhile(lambda term: term > 1e-17 * first, terms)
+    return math.fsum(chain([first], tail))
 
 
 def order_for(tolerance: float, radius: float) -> int:
