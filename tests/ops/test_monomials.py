@@ -83,7 +83,7 @@ def test_the_gradient_of_monomials(width: int, degree: int, seed: int, length: i
     upstream = normal(*slow.shape, seed=seed + 1)
     (expected,) = torch.autograd.grad(slow, x, upstream, materialize_grads=True)
     x = x.detach()
-    for gathers in (None, Gathers.of(width, degree, x)):
+    for gathers in (None, Gathers.build(width, degree, x)):
         features = monomials(x, degree, gathers)
         assert torch.equal(features, monomials(x, degree))
         found = monomials_backward(x, degree, features, upstream.clone(), gathers)

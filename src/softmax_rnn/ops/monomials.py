@@ -60,11 +60,16 @@ def state_rows(spec: AttentionSpec, width: int) -> int:
 
 
 def degrees(spec: AttentionSpec) -> tuple[int, int]:
-    """The lowest and the highest power of a finite series."""
+    """The lowest and the highest power of a spec with a state; ``ValueError`` for another."""
     if spec.order is None:
         raise ValueError(
             "The series 'exp' has infinitely many powers and no finite state; series='taylor' "
             "with an order has one."
+        )
+    if not spec.has_state:
+        raise ValueError(
+            f"A clamped score (clamp={spec.clamp}) is not a sum of powers of q . k and has no "
+            "recurrent form; use clamp=None."
         )
     return (spec.order if spec.series == "power" else 0), spec.order
 
@@ -83,7 +88,7 @@ class Gathers(NamedTuple):
     powers: Tensor
 
     @classmethod
-    def of(cls, width: int, degree: int, like: Tensor) -> Gathers:
+    def build(cls, width: int, degree: int, like: Tensor) -> Gathers:
         """Those of ``width`` variables up to ``degree``, for tensors like ``like``."""
         raised, powers = (torch.from_numpy(x).to(like.device) for x in _raised(width, degree))
         levels = (torch.from_numpy(x).to(like.device) for x in _levels(width, degree))
@@ -187,7 +192,7 @@ def row_weights(
 @lru_cache(maxsize=64)
 def _row_weights(spec: AttentionSpec, width: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     first, last = degrees(spec)
-    coefficients = PowerSeries.of(spec).coefficients
+    coefficients = PowerSeries.from_spec(spec).coefficients
     assert coefficients is not None
     sizes = [dimension(width, n) for n in range(last + 1)]
     every = multiplicities(width, last) * np.repeat(coefficients, sizes)

@@ -112,7 +112,7 @@ def attention(
             would.
         OverflowError: sums, a state or outputs beyond the range of their dtype, in any form.
         MemoryError: a state too large, with its bytes and the largest order that fits.
-        FloatingPointError: NaN or infinity in a state or what it is given, with the index of the
+        FloatingPointError: NaN or infinity in a state or what is added to it, with the index of the
             token.
         NotImplementedError: a second or forward-mode derivative, which ``form="dense"`` alone has.
 
@@ -138,22 +138,22 @@ def attention(
     if state is not None:
         check_state(state, spec, k, v)
 
-    given, dtype, inputs = q.dtype, compute_dtype(q.dtype), (q, k, v)
+    input_dtype, dtype, inputs = q.dtype, compute_dtype(q.dtype), (q, k, v)
     stateful = state is not None or return_state
     with no_autocast(q.device.type):
         if input_gate is not None:
             v = v * input_gate.unsqueeze(-1).to(v.dtype)
-        way = choose(form, spec, q, k, v, causal=causal, mask=mask, stateful=stateful)
+        chosen = choose(form, spec, q, k, v, causal=causal, mask=mask, stateful=stateful)
         log_scale = None
-        if spec.scale_free and not (way.maps and given == torch.float16):
+        if spec.scale_free and not (chosen.maps and input_dtype == torch.float16):
             q, log_scale = _scaled_for_powers(q, k, spec, causal, mask, stateful)
-        if not way.maps:
+        if not chosen.maps:
             q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
         with_state: dict[str, Any] = {}
-        if way.stateful:
+        if chosen.stateful:
             before = None if state is None else state.sums
             with_state = {"state": before, "keep_state": return_state}
-        sums = way.compute(q, k, v, spec, causal=causal, mask=mask, **with_state)
+        sums = chosen.compute(q, k, v, spec, causal=causal, mask=mask, **with_state)
         if spec.order is not None:
             check_sums(sums, spec, state, inputs, k, mask)
         if log_scale is not None:
@@ -178,8 +178,8 @@ def attention(
         if gate is not None and spec.output_gate == "after_norm":
             out = out * gate
         if not spec.bounded:
-            check_output(out, given, inputs)
-        out = out.to(given)
+            check_output(out, input_dtype, inputs)
+        out = out.to(input_dtype)
         if not return_state:
             return out
         assert sums.state is not None
@@ -214,7 +214,7 @@ def _scaled_for_powers(
         longest = longest.repeat_interleave(q.shape[1] // k.shape[1], 1)
         longest = longest + math.log2(abs(spec.score_scale(q.shape[-1])))
         longest = longest.masked_fill(longest == -torch.inf, 0.0)  # zeros: any factor will do
-        exponent = exponent + longest.clamp(-_ROOM, _ROOM) - _ROOM / order
+        exponent = exponent + longest.clamp(-_HEADROOM, _HEADROOM) - _HEADROOM / order
     exponent = exponent.round().masked_fill(~exponent.isfinite(), 0.0)
     if q.dtype == torch.float16:  # whose range is small
         q = q.to(dtype)
@@ -225,7 +225,7 @@ def _scaled_for_powers(
 
 
 # Bits that powers of scores may take above 1; sums, values and D^order find room in the rest.
-_ROOM = 80.0
+_HEADROOM = 80.0
 
 
 def _log2_length(x: Tensor) -> Tensor:

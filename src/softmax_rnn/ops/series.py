@@ -29,7 +29,7 @@ class PowerSeries(NamedTuple):
     coefficients: tuple[float, ...] | None
 
     @classmethod
-    def of(cls, spec: AttentionSpec) -> PowerSeries:
+    def from_spec(cls, spec: AttentionSpec) -> PowerSeries:
         """The weight series of a spec."""
         if spec.series == "exp":
             return cls(None)

@@ -138,11 +138,18 @@ class AttentionSpec:
         return dataclasses.replace(rule, offset=self.epsilon, floor=self.floor)
 
     @property
+    def has_state(self) -> bool:
+        """Whether keys and values can be summed into a state of fixed size (section 3.1).
+
+        True for a finite series of the score itself. The series exp has a state of infinite size;
+        a clamped score is no inner product, and its powers are not sums of monomials.
+        """
+        return self.series != "exp" and self.clamp is None
+
+    @property
     def sign_definite(self) -> bool:
         """Whether every weight is >= 0, so that the row sum cannot cross zero."""
-        if self.series == "exp" or self.order == 0:
-            return True
-        if self.order is not None and self.order % 2 == 0:
+        if self.order is None or self.order % 2 == 0:  # exp, and polynomials of even order
             return True
         nonnegative_map = self.feature_map in ("elu1", "relu")
         return nonnegative_map and self.score_scale(1) > 0 and (self.clamp or 0) >= 0
@@ -171,7 +178,7 @@ class AttentionSpec:
         return one_power and self.feature_map in ("identity", "relu") and self.is_quotient
 
     @property
-    def cancels(self) -> bool:
+    def terms_can_cancel(self) -> bool:
         """Whether terms of the weights, monomials of features, have either sign."""
         return self.feature_map in ("identity", "cosine") or self.score_scale(1) < 0
 

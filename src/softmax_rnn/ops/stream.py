@@ -49,9 +49,7 @@ class Stream:
         state: State | None = None,
     ) -> None:
         self.spec = resolve(spec)
-        degrees(self.spec)  # a series without an end has no state
-        if self.spec.clamp is not None:
-            raise ValueError(f"A clamped score (clamp={self.spec.clamp}) has no recurrent form.")
+        degrees(self.spec)  # an error where there is no state
         self.state = state
         self._parameters: dict[str, Any] = {
             "length_power": length_power,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from softmax_rnn.ops.forms.first_order import first_order
-from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, in_own_precision
+from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, without_autocast
 from softmax_rnn.ops.forms.weight import Weight
 from softmax_rnn.ops.spec import AttentionSpec
 
@@ -26,7 +26,7 @@ def blocked(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, causal: bool, mask: Tensor | None
 ) -> RowSums:
     """As :func:`softmax_rnn.ops.forms.dense.dense`, without the T x S weights."""
-    weight = Weight.of(spec, q.shape[-1], causal)
+    weight = Weight.from_spec(spec, q.shape[-1], causal)
     numerator, weight_sum, log_scale = _BlockedSums.apply(*first_order(q, k, v), mask, weight)
     return RowSums(numerator, weight_sum, log_scale if weight.shifted else None)
 
@@ -137,7 +137,7 @@ class _BlockedSums(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @in_own_precision
+    @without_autocast
     def backward(
         ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:

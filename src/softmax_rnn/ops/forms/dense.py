@@ -28,7 +28,7 @@ def dense(
     q = q.to(dtype)
     k = k.to(dtype).repeat_interleave(groups, dim=1)
     v = v.to(dtype).repeat_interleave(groups, dim=1)
-    weight = Weight.of(spec, q.shape[-1], causal)
+    weight = Weight.from_spec(spec, q.shape[-1], causal)
     scores = weight.scale * (q @ k.transpose(-1, -2))
     if weight.clamp is not None:
         scores = scores.clamp(max=weight.clamp)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from softmax_rnn.ops.forms.first_order import first_order
-from softmax_rnn.ops.forms.row_sums import RowSums, in_own_precision, visible
+from softmax_rnn.ops.forms.row_sums import RowSums, visible, without_autocast
 from softmax_rnn.ops.spec import AttentionSpec
 
 _aten = torch.ops.aten
@@ -127,7 +127,7 @@ class _FlashSums(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @in_own_precision
+    @without_autocast
     def backward(
         ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:

@@ -38,7 +38,7 @@ class RowSums(NamedTuple):
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 
 
-def in_own_precision(backward: Backward) -> Backward:
+def without_autocast(backward: Backward) -> Backward:
     """Keep autocast out of a hand-written backward pass, which may run within it."""
 
     @functools.wraps(backward)

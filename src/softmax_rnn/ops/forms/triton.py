@@ -71,7 +71,7 @@ def triton(
     types accumulate in float32; float32 products are exact unless PyTorch's own may be in TF32
     (``torch.backends.cuda.matmul.fp32_precision``).
     """
-    weight = Weight.of(spec, q.shape[-1], causal)
+    weight = Weight.from_spec(spec, q.shape[-1], causal)
     return RowSums(*_TritonSums.apply(*first_order(q, k, v), mask, weight, spec.feature_map))
 
 

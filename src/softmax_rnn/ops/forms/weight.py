@@ -21,8 +21,10 @@ class Weight(NamedTuple):
     shifted: bool  # whether the row maximum is taken out of the exponent
 
     @classmethod
-    def of(cls, spec: AttentionSpec, width: int, causal: bool) -> Weight:
+    def from_spec(cls, spec: AttentionSpec, width: int, causal: bool) -> Weight:
         """The weight of a spec for keys of a width."""
         unsafe = spec.clamp is None or spec.clamp > _SAFE_SCORE or spec.is_quotient
         shifted = spec.series == "exp" and unsafe
-        return cls(PowerSeries.of(spec), spec.score_scale(width), spec.clamp, causal, shifted)
+        return cls(
+            PowerSeries.from_spec(spec), spec.score_scale(width), spec.clamp, causal, shifted
+        )
