@@ -16,9 +16,8 @@ from softmax_rnn.ops.variants import resolve
 def test_chunked_wins_from_the_crossover_on(width: int, order: int) -> None:
     spec = sr.variant("taylor", order=order)
     length = sr.crossover(spec, width, width)
-    every = [
-        Sizes(spec, t, t, width, width) for t in (length - 1, length, 2 * length, 1000 * length)
-    ]
+    lengths = (length - 1, length, 2 * length, 1000 * length)
+    every = [Sizes(spec, t, t, width, width) for t in lengths]
     costs = [(blocked_cost(sizes), chunked_cost(sizes)) for sizes in every]
     assert [chunked <= blocked for blocked, chunked in costs] == [False, True, True, True]
 

@@ -1,8 +1,8 @@
 """Power series ``w(x) = sum_n a_n x^n``: the weight of every attention in the paper.
 
 The exponential, its Taylor polynomials and single powers share one class. The derivative of a
-series is again a series (of ``taylor`` N it is ``taylor`` N-1), so a backward pass needs nothing
-new.
+series is again a series (of ``taylor`` N it is ``taylor`` N-1), so that the forms need no other
+function for their backward pass.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PowerSeries(NamedTuple):
         result = leading * x
         if lower[-1]:
             result += lower[-1]
-        # Memory is used again where no derivative needs what it held.
+        # In place unless a derivative needs the intermediate results.
         tracked = result.requires_grad or unpack_dual(result).tangent is not None
         reuse = None if tracked else result
         for coefficient in reversed(lower[:-1]):

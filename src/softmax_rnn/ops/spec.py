@@ -21,7 +21,7 @@ Norm = Literal["none", "l2", "rms", "layer"]
 
 INVERSE_SQRT = "1/sqrt(d)"
 
-# With order 1915 exp's series is exact to 1e-300 on every |x| <= 700, past which exp overflows.
+# Order 1915 of exp's series is exact to 1e-300 for |x| <= 700; exp overflows beyond.
 MAX_ORDER = 2000
 
 _CHOICES = {
@@ -35,7 +35,7 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class RowSum:
-    """How a row-sum denominator is made of ``Z = sum_s w(s)``: ``max(Z + offset, floor)``."""
+    """A row-sum denominator ``max(Z + offset, floor)`` of ``Z = sum_s w(s)``."""
 
     offset: float = 0.0
     floor: float = 0.0
@@ -52,7 +52,7 @@ _ROW_SUMS = {
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What an attention computes, as data (the paper's equations 1, 3, 5, 6 and its ablations).
+    """What an attention computes, as data: the paper's equations 1 to 6 and its ablations.
 
     With the score ``s = scale * phi(q_t) . phi(k_s)``, clamped from above at ``clamp``::
 
@@ -167,7 +167,7 @@ class AttentionSpec:
 
     @property
     def is_quotient(self) -> bool:
-        """Whether numerator and denominator scale alike, so that small weights still matter."""
+        """Whether numerator and denominator scale alike, so that small weights matter."""
         rule = self.row_sum
         return self.norm == "l2" or (rule is not None and not (rule.offset or rule.floor))
 

@@ -1,6 +1,7 @@
 """Any series, memory linear in the length: blocks of queries against their visible keys.
 
-Scores are recomputed in a hand-written backward; only q, k, v and the row maxima are kept.
+The sums of equations 1 to 6 (``reference.attention``), for every spec. The backward pass recomputes
+the scores; only q, k, v and the row maxima are saved.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, without_autoc
 from softmax_rnn.ops.forms.weight import Weight
 from softmax_rnn.ops.spec import AttentionSpec
 
-BLOCK = 128  # queries a block
-# Scores of one step, in elements: on a CPU they should stay in its cache.
+BLOCK = 128  # queries of a block
+# Scores of one step, in elements: on a CPU they should fit its cache.
 _CPU_SCORES, _GPU_SCORES = 2**21, 2**27
 
 
@@ -58,7 +59,7 @@ class _Blocks:
         self.future = hidden.triu(1)
 
     def grouped(self, x: Tensor) -> Tensor:
-        """[B, H, T, D] -> [B*Hkv, G, T, D]: the query heads of one key head stand together."""
+        """[B, H, T, D] -> [B*Hkv, G, T, D]: the query heads of one key head side by side."""
         return x.unflatten(1, (-1, self.groups)).flatten(0, 1)
 
     def __iter__(self) -> Iterator[_Step]:
@@ -80,7 +81,7 @@ class _Blocks:
         return q, q @ self.k[step.heads, : step.keys].transpose(1, 2)
 
     def hide(self, weights: Tensor, step: _Step, value: float) -> Tensor:
-        """Fill what a row may not see with ``value``, in place."""
+        """Fill the invisible keys of each row with ``value``, in place."""
         rows = step.stop - step.start
         grid = weights.unflatten(1, (self.groups, rows))
         if self.weight.causal:

@@ -194,7 +194,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 @without_autocast
 def _backward(ctx: Any, dout: Tensor | None, dlast: Tensor | None, *_: None) -> tuple[Any, ...]:
     dlast = dlast if _Plan(*ctx.plan).keep_state else None
-    saved = ctx.saved_tensors  # once: checkpointing does not allow to unpack them again
+    saved = ctx.saved_tensors  # once: checkpointing allows no second time
     *grads, dstate = _grads(*saved, dout, dlast, *ctx.plan)
     had_state = saved[3] is not None
     return *grads, dstate if had_state else None, *(None for _ in ctx.plan)

@@ -1,4 +1,7 @@
-"""The definition, quadratic in time and memory: the oracle of every test."""
+"""All weights at once, quadratic in time and memory: what tests compare the other forms with.
+
+The sums of ``reference.attention``, and so of equations 1 to 6, for every spec.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from softmax_rnn.ops.spec import AttentionSpec
 def dense(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, causal: bool, mask: Tensor | None
 ) -> RowSums:
-    """Every weight at once, [B, H, T, S], left to autograd.
+    """The weights as one tensor [B, H, T, S]; autograd does the rest.
 
     Args:
         q: feature-mapped queries [B, H, T, D].

@@ -1,4 +1,4 @@
-"""The weight of a key for a query, as the forms that compute scores in blocks need it."""
+"""The weight of a key for a query, for the forms that compute scores (``reference.weight``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Weight(NamedTuple):
     scale: float
     clamp: float | None
     causal: bool
-    shifted: bool  # whether the row maximum is taken out of the exponent
+    shifted: bool  # whether the row maximum is subtracted in the exponent
 
     @classmethod
     def from_spec(cls, spec: AttentionSpec, width: int, causal: bool) -> Weight:
