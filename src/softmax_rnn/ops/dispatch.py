@@ -6,7 +6,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,23 +30,10 @@ from softmax_rnn.ops.variants import resolve
 _TOLERANCE = 1e-3
 
 
-class Compute(Protocol):
-    """The signature every form shares; see :func:`softmax_rnn.ops.forms.dense.dense`.
-
-    Queries and keys are feature-mapped, except for a form that maps them itself. Forms with a state
-    also take ``state`` and ``keep_state``; see :func:`softmax_rnn.ops.forms.chunked.chunked`.
-    """
-
-    def __call__(  # noqa: D102
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        *,
-        causal: bool,
-        mask: Tensor | None,
-    ) -> RowSums: ...
+# (q, k, v, spec, *, causal, mask) -> RowSums, as dense.dense. Queries and keys are feature-mapped,
+# except for a form that maps them itself. Forms with a state also take `state` and `keep_state`, as
+# chunked.chunked.
+Compute = Callable[..., RowSums]
 
 
 class Form(NamedTuple):

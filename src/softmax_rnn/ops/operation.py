@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -25,44 +25,35 @@ from softmax_rnn.ops.validation import check_extra, check_tensors, checked_mask
 from softmax_rnn.ops.variants import resolve
 
 
-@overload
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec | str,
-    *,
-    causal: bool = ...,
-    mask: Tensor | None = ...,
-    input_gate: Tensor | None = ...,
-    output_gate: Tensor | None = ...,
-    length_power: Tensor | None = ...,
-    norm_weight: Tensor | None = ...,
-    norm_bias: Tensor | None = ...,
-    form: str = ...,
-    state: State | None = ...,
-    return_state: Literal[False] = ...,
-) -> Tensor: ...
+class _Options(TypedDict, total=False):
+    """The optional arguments of ``attention`` that do not change the type of its result."""
+
+    causal: bool
+    mask: Tensor | None
+    input_gate: Tensor | None
+    output_gate: Tensor | None
+    length_power: Tensor | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    form: str
+    state: State | None
+
+
+Spec = AttentionSpec | str
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec | str,
-    *,
-    causal: bool = ...,
-    mask: Tensor | None = ...,
-    input_gate: Tensor | None = ...,
-    output_gate: Tensor | None = ...,
-    length_power: Tensor | None = ...,
-    norm_weight: Tensor | None = ...,
-    norm_bias: Tensor | None = ...,
-    form: str = ...,
-    state: State | None = ...,
-    return_state: Literal[True],
-) -> tuple[Tensor, State]: ...
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
+    return_state: Literal[False] = ..., **options: Unpack[_Options],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
+    return_state: Literal[True], **options: Unpack[_Options],
+) -> tuple[Tensor, State]: ...  # fmt: skip
 
 
 def attention(
@@ -195,8 +186,8 @@ def _scaled_for_powers(
     The power of a small score would underflow, that of a large one overflow, although the quotient
     is an ordinary number. So the largest possible score of a row is scaled to where sums of its
     power are just in range, which leaves most room for smaller scores. Factors are powers of two,
-    so that nothing is rounded. A state holds unscaled and earlier keys: there, queries are scaled to
-    length 1.
+    so that nothing is rounded. A state holds unscaled and earlier keys: there, queries are scaled
+    to length 1.
     """
     if not q.numel() or not k.numel():
         return q, None

@@ -146,11 +146,8 @@ class _BlockedSums(torch.autograd.Function):
         weight: Weight = ctx.weight
         blocks = _Blocks(q, k, v, mask, weight)
         slope = weight.series.derivative()
-        dq, dk, dv = (
-            torch.zeros_like(blocks.q, dtype=blocks.dtype),
-            torch.zeros_like(blocks.k),
-            torch.zeros_like(blocks.v),
-        )
+        inputs = (blocks.q, blocks.k, blocks.v)
+        dq, dk, dv = (torch.zeros_like(x, dtype=blocks.dtype) for x in inputs)
         grad = None if grad is None else blocks.grouped(grad)
         grad_sum = None if grad_sum is None else blocks.grouped(grad_sum.unsqueeze(-1))
         for step in blocks:
@@ -179,10 +176,5 @@ class _BlockedSums(torch.autograd.Function):
             here = (step.heads, slice(None), slice(step.start, step.stop))
             dq[here] = (dscores @ blocks.k[keys]).mul_(weight.scale).view_as(dq[here])
             dk[keys] += dscores.transpose(1, 2) @ rows
-        return (
-            dq.view_as(q).to(q.dtype),
-            dk.view_as(k).to(k.dtype),
-            dv.view_as(v).to(v.dtype),
-            None,
-            None,
-        )
+        grads = (dx.view_as(x).to(x.dtype) for dx, x in ((dq, q), (dk, k), (dv, v)))
+        return (*grads, None, None)

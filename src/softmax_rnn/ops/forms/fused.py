@@ -1,7 +1,7 @@
 """The exponential on PyTorch's fused kernels, at their speed and memory.
 
-The sums of equations 1, 5 and 6 (``reference.attention``), for every exp variant without a clamp, on
-a CPU or a GPU. Three identities (docs/design.md) make that possible:
+The sums of equations 1, 5 and 6 (``reference.attention``), for every exp variant without a clamp,
+on a CPU or a GPU. Three identities (docs/design.md) make that possible:
 
 1. A norm that ignores positive scale gives the same for the numerator as for softmax's output.
 2. ``N = out * exp(lse)`` with the kernel's output and log-sum-exp.
@@ -146,7 +146,8 @@ class _FlashSums(torch.autograd.Function):
             length = direction.square().sum(-1, keepdim=True)
             length = length.masked_fill(length == 0, 1)
             out = (-direction * (grad_sum.unsqueeze(-1) / largest / length)).to(grad.dtype)
-        grads = _flash_backward(grad, q, k, v, out, lse, mask, ctx.causal, ctx.scale, *random)
+        tensors = (grad, q, k, v, out, lse)
+        grads = _flash_backward(tensors, random, mask, ctx.causal, ctx.scale)
         return (*grads, None, None, None, None)
 
 
@@ -164,22 +165,17 @@ def _flash(
 
 
 def _flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    tensors: tuple[Tensor, ...],
+    random: list[Tensor],
     mask: Tensor | None,
     causal: bool,
     scale: float,
-    *random: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given = (grad, q, k, v, out, lse)
+    """The gradients of q, k and v; ``tensors`` are grad, q, k, v, out and lse."""
     if not random:
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return backward(*given, 0.0, causal, attn_mask=mask, scale=scale)
+        return backward(*tensors, 0.0, causal, attn_mask=mask, scale=scale)
     backward = _aten._scaled_dot_product_flash_attention_backward
     packed = (None, None)  # where packed sequences start: not used
-    lengths = (q.shape[2], k.shape[2])
-    return backward(*given, *packed, *lengths, 0.0, causal, *random, scale=scale)
+    lengths = (tensors[1].shape[2], tensors[2].shape[2])
+    return backward(*tensors, *packed, *lengths, 0.0, causal, *random, scale=scale)
