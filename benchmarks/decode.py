@@ -34,7 +34,7 @@ CHECKED = (96, 24)  # tokens of the prompt, and decoded
 def new_cache(model: Any) -> Cache:
     """States for a finite series, keys and values for the rest."""
     spec = getattr(model.config, "spec", None)
-    if spec is None or spec.order is None:
+    if spec is None or not spec.has_state:
         return DynamicCache(config=model.config)
     return RecurrentCache()
 

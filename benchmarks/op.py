@@ -48,7 +48,7 @@ def flop(variant: str, length: int, width: int) -> float:
     """
     spec = sr.variant(variant)
     products = length * (length + 1) / 2
-    if spec.order is not None and spec.clamp is None:
+    if spec.has_state:
         products = min(products, length * state_rows(spec, width))
     return PASSES * 4.0 * width * products
 

@@ -30,7 +30,7 @@ from torch import Tensor
 import softmax_rnn as sr
 from benchmarks import measure
 from benchmarks.measure import Work, peak_extra_bytes, ratios, seconds, summary, synchronize
-from softmax_rnn.ops.cost import blocked_cost, chunked_cost
+from softmax_rnn.ops.cost import Sizes, blocked_cost, chunked_cost
 
 # (heads, length, width, order, speed-up expected); memory at most 1/20 at each.
 AGAINST_RUNNING_STATES = ((4, 2048, 8, 4, 8.0), (4, 2048, 16, 2, 12.0), (1, 1024, 64, 2, 100.0))
@@ -158,11 +158,8 @@ def dispatch(rounds: int, device: str, heads: int = 2) -> list[dict[str, Any]]:
     rows = []
     for length, width, order in track(cells, description="auto", transient=True):
         spec, data = sr.variant("taylor", order=order), inputs(heads, length, width, device)
-        sizes = (spec, length, length, width, width)
-        cost = {
-            "blocked": blocked_cost(*sizes, heads=heads),
-            "chunked": chunked_cost(*sizes, heads=heads),
-        }
+        sizes = Sizes(spec, length, length, width, width, heads=heads)
+        cost = {"blocked": blocked_cost(sizes), "chunked": chunked_cost(sizes)}
         # Nanoseconds a head, forward; the backward pass takes three times as long again.
         slow = {name: 4e-9 * heads * cost[name] > PATIENCE[device] for name in cost}
         names = [name for name in cost if not slow[name] or cost[name] == min(cost.values())]

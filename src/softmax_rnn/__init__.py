@@ -18,7 +18,7 @@ from softmax_rnn.ops.series import order_for, remainder_bound
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State
 from softmax_rnn.ops.stream import Stream
-from softmax_rnn.ops.variants import variant, variants
+from softmax_rnn.ops.variants import register_variant, variant, variants
 
 if TYPE_CHECKING:
     from softmax_rnn.models import (
@@ -43,6 +43,7 @@ __all__ = [
     "forms",
     "from_llama",
     "order_for",
+    "register_variant",
     "remainder_bound",
     "state_size",
     "variant",

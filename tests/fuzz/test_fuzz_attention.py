@@ -84,7 +84,7 @@ def errors(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     sizes = abs(scale) * q.norm(dim=-1, keepdim=True) * k.norm(dim=-1).unsqueeze(-2)
     if spec.clamp is not None:
         scores = scores.clamp(max=spec.clamp)
-    series = PowerSeries.of(spec)
+    series = PowerSeries.from_spec(spec)
     weights = series(scores)
     if series.coefficients is None:
         doubts = weights * (1 + sizes)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import softmax_rnn as sr
-from softmax_rnn.ops.cost import blocked_cost, chunk_length, chunked_cost
+from softmax_rnn.ops.cost import Sizes, blocked_cost, chunk_length, chunked_cost
 from softmax_rnn.ops.dispatch import FORMS, choose
 from softmax_rnn.ops.variants import resolve
 
@@ -16,27 +16,26 @@ from softmax_rnn.ops.variants import resolve
 def test_chunked_wins_from_the_crossover_on(width: int, order: int) -> None:
     spec = sr.variant("taylor", order=order)
     length = sr.crossover(spec, width, width)
-    costs = [
-        (blocked_cost(spec, t, t, width, width), chunked_cost(spec, t, t, width, width))
-        for t in (length - 1, length, 2 * length, 1000 * length)
-    ]
+    lengths = (length - 1, length, 2 * length, 1000 * length)
+    every = [Sizes(spec, t, t, width, width) for t in lengths]
+    costs = [(blocked_cost(sizes), chunked_cost(sizes)) for sizes in every]
     assert [chunked <= blocked for blocked, chunked in costs] == [False, True, True, True]
 
 
 def test_chunked_is_linear_and_blocked_quadratic() -> None:
     spec = sr.variant("taylor", order=2)
-    short, long = ((spec, t, t, 16, 16) for t in (2**16, 2**17))
-    assert chunked_cost(*long) / chunked_cost(*short) == pytest.approx(2, rel=0.01)
-    assert blocked_cost(*long) / blocked_cost(*short) == pytest.approx(4, rel=0.01)
+    short, long = (Sizes(spec, t, t, 16, 16) for t in (2**16, 2**17))
+    assert chunked_cost(long) / chunked_cost(short) == pytest.approx(2, rel=0.01)
+    assert blocked_cost(long) / blocked_cost(short) == pytest.approx(4, rel=0.01)
 
 
 def test_the_chunk_is_the_cheapest_one() -> None:
     spec = sr.variant("taylor", order=2)
-    sizes = (spec, 4096, 4096, 64, 64)
-    best = chunk_length(*sizes)
-    costs = {chunk: chunked_cost(*sizes, chunk=chunk) for chunk in (64, 128, 256, 512)}
+    sizes = Sizes(spec, 4096, 4096, 64, 64)
+    best = chunk_length(sizes)
+    costs = {chunk: chunked_cost(sizes, chunk=chunk) for chunk in (64, 128, 256, 512)}
     assert min(costs, key=costs.get) == best
-    assert chunked_cost(*sizes) == costs[best]
+    assert chunked_cost(sizes) == costs[best]
 
 
 def test_auto_follows_the_cost_and_the_mask() -> None:

@@ -17,17 +17,17 @@ X = torch.linspace(-3, 3, 41, dtype=torch.float64)
 
 @pytest.mark.parametrize("order", range(12))
 def test_taylor(order: int) -> None:
-    series = PowerSeries.of(AttentionSpec(series="taylor", order=order))
+    series = PowerSeries.from_spec(AttentionSpec(series="taylor", order=order))
     expected = sum(X**n / math.factorial(n) for n in range(order + 1))
     torch.testing.assert_close(series(X), expected)
     if order:
-        lower = PowerSeries.of(AttentionSpec(series="taylor", order=order - 1))
+        lower = PowerSeries.from_spec(AttentionSpec(series="taylor", order=order - 1))
         torch.testing.assert_close(series.derivative()(X), lower(X))
 
 
 @pytest.mark.parametrize("order", range(6))
 def test_power(order: int) -> None:
-    series = PowerSeries.of(AttentionSpec(series="power", order=order))
+    series = PowerSeries.from_spec(AttentionSpec(series="power", order=order))
     torch.testing.assert_close(series(X), X**order)
 
 
@@ -35,7 +35,7 @@ def test_power(order: int) -> None:
     "spec", [AttentionSpec(), *(AttentionSpec(series="power", order=n) for n in range(4))]
 )
 def test_derivative_is_autograd(spec: AttentionSpec) -> None:
-    series = PowerSeries.of(spec)
+    series = PowerSeries.from_spec(spec)
     x = X.clone().requires_grad_()
     out = series(x)
     grad = torch.autograd.grad(out.sum(), x)[0] if out.requires_grad else torch.zeros_like(X)
@@ -80,6 +80,6 @@ def test_order_for_mistakes() -> None:
 
 
 def test_any_order_has_coefficients() -> None:
-    coefficients = PowerSeries.of(AttentionSpec(series="taylor", order=200)).coefficients
+    coefficients = PowerSeries.from_spec(AttentionSpec(series="taylor", order=200)).coefficients
     assert coefficients[170] > 0
     assert coefficients[200] == 0.0  # below the range of float64

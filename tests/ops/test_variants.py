@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from cases import Shape, make_case
+from softmax_rnn.ops import variants as variants_module
 
 # What the authors' training code computes, from scores s (causal ones are masked after): the
 # weights before the mask, then what becomes of the rows. t is the number of visible keys.
@@ -135,3 +139,107 @@ def test_names() -> None:
         sr.variant("taylor:2", order=3)
     with pytest.raises(ValueError, match="AttentionSpec or a variant's name, not 3"):
         sr.attention(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 3)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing registered, and nothing stays."""
+    monkeypatch.setattr(variants_module, "_REGISTERED", {})
+
+
+def test_a_registered_variant_is_known_by_name(registry: None) -> None:
+    spec = sr.AttentionSpec(series="taylor", order=3, floor=0.5)
+    sr.register_variant("my-cubic_3", spec)
+    sr.register_variant("my-cubic_3", spec)
+    assert sr.variant("my-cubic_3") == sr.variants()["my-cubic_3"] == spec
+    x = torch.randn(3, 1, 1, 5, 4).unbind(0)
+    assert torch.equal(sr.attention(*x, "my-cubic_3"), sr.attention(*x, spec))
+    with pytest.raises(ValueError, match="Did you mean 'my-cubic_3'"):
+        sr.variant("my-cubic_4")
+    with pytest.raises(ValueError, match="has no order"):
+        sr.variant("my-cubic_3:2")
+
+
+def test_a_registration_that_is_refused(registry: None) -> None:
+    for name in ("", "a b", "a:2", "a=b", "a/b", "caf\u00e9", "a\n", 3):
+        with pytest.raises(ValueError, match="letters, digits, '_' and '-' only"):
+            sr.register_variant(name, sr.AttentionSpec())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be an AttentionSpec, not {}"):
+        sr.register_variant("mine", {})  # type: ignore[arg-type]
+    for name in ("softmax", "softmax_l2"):
+        with pytest.raises(ValueError, match=f"variant '{name}' exists and is another spec"):
+            sr.register_variant(name, sr.variant("gate"))
+    sr.register_variant("softmax_l2", sr.variant("norm"))
+    assert not variants_module._REGISTERED
+
+
+MODULE = """
+from softmax_rnn import AttentionSpec
+spec = AttentionSpec(norm="rms")
+fields = {"series": "power", "order": 3}
+def function(): return AttentionSpec(series="taylor", order=5)
+def fields_of(): return fields
+def fails(): raise RuntimeError("no luck")
+number = 3
+"""
+
+
+def test_variants_of_packages(
+    registry: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Entry points: read when they are asked for; a broken one names its package."""
+    (tmp_path / "their_package.py").write_text(MODULE)
+    info = tmp_path / "their_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
+    objects = {
+        **{"theirs": "spec", "their_cubic": "fields", "their_fifth": "function"},
+        **{"their_third": "fields_of", "fails": "fails", "lacks": "nothing", "number": "number"},
+        **{"softmax": "fields", "norm_rms": "spec", "no name": "spec"},
+    }
+    lines = [f"{name} = their_package:{value}\n" for name, value in objects.items()]
+    (info / "entry_points.txt").write_text("".join(["[softmax_rnn.variants]\n", *lines]))
+    monkeypatch.syspath_prepend(tmp_path)
+    for function in (variants_module._entry_points, variants_module._load):
+        function.cache_clear()
+    try:
+        assert sr.variant("theirs") == sr.AttentionSpec(norm="rms")
+        assert sr.variant("their_cubic") == sr.variant("power:3") == sr.variant("their_third")
+        assert sr.variant("their_fifth").order == 5
+        for name, reason in (
+            ("fails", "RuntimeError: no luck"),
+            ("lacks", "AttributeError"),
+            ("number", "must be an AttentionSpec, not 3"),
+        ):
+            with pytest.raises(ValueError, match=f"package 'their-package' .*{reason}"):
+                sr.variant(name)
+        assert sr.variant("softmax") == sr.AttentionSpec()  # the paper's names stay the paper's
+        with pytest.warns(UserWarning, match="cannot be used") as caught:
+            known = sr.variants()
+        assert {"theirs", "their_cubic", "their_third", "their_fifth"} < set(known)
+        assert not {"fails", "lacks", "number", "no name"} & set(known)
+        assert known["softmax"] == sr.AttentionSpec()
+        messages = "".join(str(warning.message) for warning in caught)
+        assert "variant 'softmax' of the package 'their-package'" in messages
+        sr.register_variant("theirs", sr.variant("theirs"))
+        with pytest.raises(ValueError, match="exists and is another spec"):
+            sr.register_variant("theirs", sr.AttentionSpec())
+    finally:
+        monkeypatch.undo()
+        for function in (variants_module._entry_points, variants_module._load):
+            function.cache_clear()
+
+
+def test_two_packages_with_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def points(*values: str) -> Any:
+        found = [EntryPoint("theirs", f"softmax_rnn.ops.variants:{x}", "group") for x in values]
+        return lambda: {"theirs": found}
+
+    variants_module._load.cache_clear()
+    monkeypatch.setattr(variants_module, "_entry_points", points("_C5", "_C5"))
+    assert sr.variant("theirs") == variants_module._C5
+    variants_module._load.cache_clear()
+    monkeypatch.setattr(variants_module, "_entry_points", points("_C5", "_C5_LENGTH"))
+    with pytest.raises(ValueError, match="another spec"):
+        sr.variant("theirs")
+    variants_module._load.cache_clear()

@@ -131,7 +131,7 @@ def _cache(model: SoftmaxRNNForCausalLM, name: str) -> Cache | None:
     if name == "auto":
         return model.new_cache()
     if name == "recurrent":
-        if recurrent_bytes(model.config, model.dtype) is None:
+        if not model.config.spec.has_state:
             raise ValueError(
                 "cache='recurrent' needs a finite series without a clamp; this model's attention "
                 f"is {model.config.spec}."

@@ -149,7 +149,7 @@ class RecurrentLayer(CacheLayerMixin):
 def recurrent_bytes(config: Any, dtype: torch.dtype, batch: int = 1) -> int | None:
     """Bytes of a recurrent cache for a model of ``config``; ``None`` if it can have none."""
     spec = config.spec
-    if spec.order is None or spec.clamp is not None:
+    if not spec.has_state:
         return None
     size = state_size(spec, config.head_dim, config.head_dim) * compute_dtype(dtype).itemsize
     return batch * config.num_hidden_layers * config.num_key_value_heads * size

@@ -1,16 +1,19 @@
-"""What the blocked and the chunked form cost: which is the faster one, and from which length.
+"""The cost model: whether the blocked or the chunked form is faster, and from which length.
 
-A pair of a query and a key costs two products and some passes over its score, in either form. The
-chunked form meets only the pairs within a chunk, but builds the monomials of keys and queries, adds
-the keys' to the state and reads the state with the queries'; all heads that fit the cache share the
-overhead of a chunk. Forward times in nanoseconds on one core of a server CPU, fitted to
-measurements (benchmarks/recurrence.py checks the choices that follow from them); the backward pass
-costs either form about three times as much again. For a GPU they are a guess until measured there.
+Either form pays for a pair of a query and a key with two products and some passes over its score.
+The chunked form computes only the pairs within a chunk, but builds the monomials of keys and
+queries, adds the keys' to the state and reads the state with the queries'; all heads that fit the
+cache share the overhead of a chunk. Times are nanoseconds of a forward pass on one core of a server
+CPU, fitted to measurements (benchmarks/recurrence.py checks the choices that follow); a backward
+pass costs either form about three times as much again. For a GPU they are a guess, not measured.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
+
+from torch import Tensor
 
 from softmax_rnn.ops.monomials import cumulative_dimension, degrees, state_rows
 from softmax_rnn.ops.spec import AttentionSpec
@@ -30,43 +33,49 @@ FEATURES = {"cpu": 2**19, "cuda": 2**28}
 _MOST_FEATURES = 2**25  # of one head, where even one is beyond the cache
 
 
-def heads_together(spec: AttentionSpec, d_k: int, chunk: int, groups: int, device: str) -> int:
+class Sizes(NamedTuple):
+    """What the cost of a call depends on; ``heads`` is key/value heads times batch."""
+
+    spec: AttentionSpec
+    queries: int
+    keys: int
+    d_k: int
+    d_v: int
+    causal: bool = True
+    heads: int = _HEADS
+    groups: int = 1  # query heads a key/value head
+
+    @property
+    def pair(self) -> float:
+        """The cost of a score and its weight."""
+        return _MULTIPLY * (self.d_k + self.d_v) + _PAIR + _POWER * degrees(self.spec)[1]
+
+
+def sizes_of(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Sizes:
+    """The sizes of a call."""
+    heads, groups = max(1, k.shape[0] * k.shape[1]), q.shape[1] // k.shape[1]
+    return Sizes(spec, q.shape[2], k.shape[2], k.shape[3], v.shape[3], causal, heads, groups)
+
+
+def heads_per_step(spec: AttentionSpec, d_k: int, chunk: int, groups: int, device: str) -> int:
     """Key/value heads whose monomials of a chunk fit the cache, each with ``groups`` queries."""
     rows = cumulative_dimension(d_k, degrees(spec)[1])
     return max(1, FEATURES.get(device, FEATURES["cuda"]) // (rows * chunk * (groups + 1)))
 
 
-def blocked_cost(
-    spec: AttentionSpec,
-    queries: int,
-    keys: int,
-    d_k: int,
-    d_v: int,
-    *,
-    causal: bool = True,
-    heads: int = _HEADS,
-) -> float:
-    """Of the blocked form, per head."""
-    pairs = queries * (keys - queries + (queries + _BLOCK) / 2 if causal else keys)
+def blocked_cost(sizes: Sizes) -> float:
+    """The cost of the blocked form, per head."""
+    queries, keys = sizes.queries, sizes.keys
+    pairs = queries * (keys - queries + (queries + _BLOCK) / 2 if sizes.causal else keys)
     blocks = math.ceil(queries / _BLOCK)
-    return pairs * _pair(spec, d_k, d_v) + blocks * _BLOCK_CALLS * _CALL / heads
+    return pairs * sizes.pair + blocks * _BLOCK_CALLS * _CALL / sizes.heads
 
 
-def chunked_cost(
-    spec: AttentionSpec,
-    queries: int,
-    keys: int,
-    d_k: int,
-    d_v: int,
-    *,
-    causal: bool = True,
-    heads: int = _HEADS,
-    chunk: int | None = None,
-) -> float:
-    """Of the chunked form, per head; with its best chunk length unless one is given."""
-    sizes = (spec, queries, keys, d_k, d_v)
+def chunked_cost(sizes: Sizes, chunk: int | None = None) -> float:
+    """The cost of the chunked form, per head; with its best chunk length unless one is given."""
+    spec, queries, keys, d_k, d_v, causal, heads, _ = sizes
     if chunk is None:
-        chunk = chunk_length(*sizes, heads=heads)
+        chunk = chunk_length(sizes._replace(causal=True, groups=1))
     last = degrees(spec)[1]
     rows = state_rows(spec, d_k)
     chunks = math.ceil(keys / chunk)
@@ -75,32 +84,22 @@ def chunked_cost(
     monomials = through_state * (
         _BUILD * cumulative_dimension(d_k, last) + _MULTIPLY * rows * (d_v + 1)
     )
-    within = queries * min(chunk, queries) * _pair(spec, d_k, d_v) if causal else 0.0
+    within = queries * min(chunk, queries) * sizes.pair if causal else 0.0
     calls = _CHUNK_CALLS + d_k * max(last - 1, 0)
     states = chunks * rows * (d_v + 1) * _BUILD
-    together = min(heads, heads_together(spec, d_k, chunk, 1, "cpu"))
+    together = min(heads, heads_per_step(spec, d_k, chunk, 1, "cpu"))
     return monomials + within + states + chunks * calls * _CALL / together
 
 
-def chunk_length(
-    spec: AttentionSpec,
-    queries: int,
-    keys: int,
-    d_k: int,
-    d_v: int,
-    *,
-    heads: int = _HEADS,
-    groups: int = 1,
-) -> int:
-    """Keys a chunk: long ones meet more pairs, short ones pass over the state more often.
+def chunk_length(sizes: Sizes) -> int:
+    """Keys a chunk: long ones have more pairs, short ones pass over the state more often.
 
-    No longer than what keeps the monomials of one head within bounds, if a shorter one does.
+    The monomials of one head stay within bounds, if a chunk is short enough for that.
     """
-    sizes = (spec, queries, keys, d_k, d_v)
-    each = cumulative_dimension(d_k, degrees(spec)[1]) * (groups + 1)
-    lean = [chunk for chunk in _CHUNKS if chunk * each <= _MOST_FEATURES] or _CHUNKS[:1]
-    costs = [chunked_cost(*sizes, chunk=chunk, heads=heads) for chunk in lean]
-    return lean[costs.index(min(costs))]  # no key function: torch.compile traces this
+    each = cumulative_dimension(sizes.d_k, degrees(sizes.spec)[1]) * (sizes.groups + 1)
+    allowed = [chunk for chunk in _CHUNKS if chunk * each <= _MOST_FEATURES] or _CHUNKS[:1]
+    costs = [chunked_cost(sizes._replace(causal=True), chunk) for chunk in allowed]
+    return allowed[costs.index(min(costs))]  # no key function: torch.compile traces this
 
 
 def crossover(spec: AttentionSpec | str, d_k: int, d_v: int, heads: int = _HEADS) -> int:
@@ -120,8 +119,8 @@ def crossover(spec: AttentionSpec | str, d_k: int, d_v: int, heads: int = _HEADS
     spec = resolve(spec)
 
     def wins(length: int) -> bool:
-        sizes = (spec, length, length, d_k, d_v)
-        return chunked_cost(*sizes, heads=heads) <= blocked_cost(*sizes, heads=heads)
+        sizes = Sizes(spec, length, length, d_k, d_v, heads=heads)
+        return chunked_cost(sizes) <= blocked_cost(sizes)
 
     # From above: a sequence of one chunk is the same work in either form.
     high = 2**50
@@ -132,7 +131,3 @@ def crossover(spec: AttentionSpec | str, d_k: int, d_v: int, heads: int = _HEADS
         middle = (low + high) // 2
         low, high = (low, middle) if wins(middle) else (middle, high)
     return high
-
-
-def _pair(spec: AttentionSpec, d_k: int, d_v: int) -> float:
-    return _MULTIPLY * (d_k + d_v) + _PAIR + _POWER * degrees(spec)[1]

@@ -13,7 +13,7 @@ SUM_GUARD = 1e-6
 
 
 def row_sum(sums: RowSums, spec: AttentionSpec, v: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The denominator of the numerator in ``sums``, [B, H, T]; and the log of what is left to do.
+    """The denominator of the numerator in ``sums``, [B, H, T], and the scale that remains.
 
     Args:
         sums: with a weight sum.
@@ -25,34 +25,34 @@ def row_sum(sums: RowSums, spec: AttentionSpec, v: Tensor) -> tuple[Tensor, Tens
     """
     rule, scale = spec.row_sum, sums.log_scale
     assert rule is not None
-    total, rest = _without_noise(sums, spec), None
+    total, remaining = _without_noise(sums, spec), None
     if rule.detached:
         total = total.detach()
-    size = total.detach().abs()  # of what is added up
+    size = total.detach().abs()  # of the terms
     if rule.offset or rule.floor:
         unit = torch.ones_like(total)
         if scale is not None:
-            if spec.norm != "none":  # which brings back what is small beside the offset or floor
-                rest = scale.clamp(max=0.0)
-                total, scale = total * rest.exp(), scale - rest
+            if spec.norm != "none":  # it restores what is small beside the offset or floor
+                remaining = scale.clamp(max=0.0)
+                total, scale = total * remaining.exp(), scale - remaining
             unit = (-scale).exp()
-        if rule.offset:  # 0 times a unit may be 0 times infinity
+        if rule.offset:  # else 0 times a unit could be 0 times infinity
             total, size = total + rule.offset * unit, size + rule.offset * unit
         if rule.floor:
             total = total.maximum(rule.floor * unit)
     if not (spec.sign_definite or rule.floor):
         if sums.noise is None and v.numel():
             least = SUM_GUARD * sums.numerator.detach().abs().amax(-1) / _largest(v, total)
-            least = least if rest is None else least * rest.exp()
-        else:  # a state has seen values that nobody knows
+            least = least if remaining is None else least * remaining.exp()
+        else:  # the values in a state are unknown
             least = torch.finfo(size.dtype).eps * size
         total = torch.where(total.abs() < least, least * _sign(total), total)
-    nothing = sums.weight_sum == 0  # no visible key, or no weight: 0 / 1
-    return total.masked_fill(nothing & (total == 0), 1.0), rest
+    empty = sums.weight_sum == 0  # no visible key, or no weight: 0 / 1
+    return total.masked_fill(empty & (total == 0), 1.0), remaining
 
 
 def _without_noise(sums: RowSums, spec: AttentionSpec) -> Tensor:
-    """The weight sum; below its rounding error it is noise, as is the numerator, and small."""
+    """The weight sum, at least its rounding error: below that it is noise, as is the numerator."""
     total, noise = sums.weight_sum, sums.noise
     assert total is not None
     if noise is None:

@@ -6,13 +6,13 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from softmax_rnn._utils.errors import unknown
-from softmax_rnn.ops.cost import blocked_cost, chunked_cost
+from softmax_rnn.ops.cost import blocked_cost, chunked_cost, sizes_of
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms import channels, fused, triton
 from softmax_rnn.ops.forms.blocked import blocked
@@ -20,41 +20,33 @@ from softmax_rnn.ops.forms.chunked import chunked
 from softmax_rnn.ops.forms.dense import dense
 from softmax_rnn.ops.forms.recurrent import recurrent
 from softmax_rnn.ops.forms.row_sums import RowSums
+from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.series import MAX_RADIUS, order_for
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import fits, require_memory
 from softmax_rnn.ops.variants import resolve
 
-# What the error for an infinite series aims at.
+# Of the Taylor series that the error for exp suggests.
 _TOLERANCE = 1e-3
 
 
-class Compute(Protocol):
-    """The signature every form shares; see :func:`softmax_rnn.ops.forms.dense.dense`.
-
-    Queries and keys come feature-mapped, but raw to a form that maps them itself.
-    Those with a state take ``state`` and ``keep_state`` besides; see
-    :func:`softmax_rnn.ops.forms.chunked.chunked`.
-    """
-
-    def __call__(  # noqa: D102
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        *,
-        causal: bool,
-        mask: Tensor | None,
-    ) -> RowSums: ...
+# (q, k, v, spec, *, causal, mask) -> RowSums, as dense.dense. Queries and keys are feature-mapped,
+# except for a form that maps them itself. Forms with a state also take `state` and `keep_state`, as
+# chunked.chunked.
+Compute = Callable[..., RowSums]
 
 
 class Form(NamedTuple):
-    """A way of computing: the function, and what it can do on a type of device.
+    """One way to compute an attention.
 
-    ``refuses`` names what is beyond it in queries, values and mask on a device that it supports, or
-    nothing. A form with a state takes masks of keys alone, the same for every query and head.
-    ``maps``: whether it takes raw queries and keys, and maps them itself.
+    Attributes:
+        compute: the function.
+        supports: whether it can compute a spec on a type of device.
+        stateful: whether it takes and returns states; such a form needs a mask of keys, the same
+            for every query and head.
+        refuses: what of queries, values and mask it cannot take on a device that it supports;
+            empty for nothing.
+        maps: whether it applies the feature map to queries and keys itself.
     """
 
     compute: Compute
@@ -64,7 +56,7 @@ class Form(NamedTuple):
     maps: bool = False
 
 
-# In the order of preference of form="auto", but for chunked, which the cost decides.
+# In the order in which form="auto" prefers them; chunked is preferred where it costs less.
 FORMS: dict[str, Form] = {
     "fused": Form(fused.fused, fused.supports, refuses=fused.refuses),
     "triton": Form(triton.triton, triton.supports, refuses=triton.refuses, maps=True),
@@ -92,7 +84,7 @@ def choose(
     mask: Tensor | None,
     stateful: bool,
 ) -> Form:
-    """The form to compute with: the one that was asked for, or the cheapest for ``auto``.
+    """The form to compute with: the one asked for, or the cheapest for ``auto``.
 
     Args:
         form: ``auto`` or a form's name.
@@ -102,40 +94,40 @@ def choose(
         v: values.
         causal: as in ``attention``.
         mask: as in ``attention``, four-dimensional.
-        stateful: whether a state goes in or comes out.
+        stateful: whether a state is given or returned.
 
     Raises:
-        ValueError: if that form cannot, naming those that can.
+        ValueError: if that form cannot compute this, naming those that can.
         MemoryError: if the state does not fit.
     """
     if form != "auto" and form not in FORMS:
         raise unknown("form", form, ["auto", *FORMS])
     wants_state = stateful or (form != "auto" and FORMS[form].stateful)
     if wants_state:
-        _check_finite_series(spec, q, k)
-    able = [name for name in forms(spec, q.device) if FORMS[name].stateful or not stateful]
-    keys_alone = mask is None or mask.shape[1] == mask.shape[2] == 1
-    if wants_state and not keys_alone:
+        _require_state(spec, q, k)
+    candidates = [name for name in forms(spec, q.device) if FORMS[name].stateful or not stateful]
+    per_key_mask = mask is None or mask.shape[1] == mask.shape[2] == 1
+    if wants_state and not per_key_mask:
         assert mask is not None
         raise ValueError(
             "With a state every query and head sees the same keys: mask must be broadcastable to "
             f"[B, 1, 1, S], not {list(mask.shape)}. form='blocked' (in a model: a key/value cache) "
             "takes any mask, without a state."
         )
-    refused = {name: FORMS[name].refuses(spec, q, v, mask) for name in able}
-    able = [name for name in able if not refused[name]]
+    refused = {name: FORMS[name].refuses(spec, q, v, mask) for name in candidates}
+    candidates = [name for name in candidates if not refused[name]]
     if form == "auto":
-        if q.device.type == "cpu" and "triton" in able:
-            able.remove("triton")  # its interpreter is for tests
-        form = _cheapest(able, spec, q, k, v, causal, keys_alone)
+        if q.device.type == "cpu" and "triton" in candidates:
+            candidates.remove("triton")  # its interpreter is for tests
+        form = _cheapest(candidates, spec, q, k, v, causal, per_key_mask)
         if refused.get("fused"):
-            _warn_once(f"form='fused' cannot compute {refused['fused']}: {form!r} does instead.")
-    elif form not in able:
+            _warn_once(f"form='fused' cannot compute {refused['fused']}: {form!r} is used instead.")
+    elif form not in candidates:
         what = refused.get(form) or "this spec"
         with_state = " with a state" if stateful else ""
         raise ValueError(
             f"form={form!r} cannot compute {what}{with_state} on {q.device.type}; "
-            f"those that can: {', '.join(able)}. The spec: {spec}."
+            f"those that can: {', '.join(candidates)}. The spec: {spec}."
         )
     if not stateful and not (q.shape[0] and q.shape[2] and k.shape[2]):
         form = "dense"  # nothing to compute; fused kernels divide by these sizes
@@ -145,23 +137,21 @@ def choose(
 
 
 def _cheapest(
-    able: list[str],
+    candidates: list[str],
     spec: AttentionSpec,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     causal: bool,
-    keys_alone: bool,
+    per_key_mask: bool,
 ) -> str:
-    if able[0] == "chunked":  # a state is asked for
+    if candidates[0] == "chunked":  # with a state
         return "recurrent" if k.shape[2] == 1 else "chunked"
-    if able[0] in ("triton", "blocked") and "chunked" in able and keys_alone:
-        sizes = (spec, q.shape[2], k.shape[2], k.shape[3], v.shape[3])
-        heads = max(1, k.shape[0] * k.shape[1])
-        cost = chunked_cost(*sizes, causal=causal, heads=heads)
-        if cost < blocked_cost(*sizes, causal=causal, heads=heads) and fits(spec, q, k, v):
+    if candidates[0] in ("triton", "blocked") and "chunked" in candidates and per_key_mask:
+        sizes = sizes_of(spec, q, k, v, causal)
+        if chunked_cost(sizes) < blocked_cost(sizes) and fits(spec, q, k, v):
             return "chunked"
-    return able[0]
+    return candidates[0]
 
 
 @functools.cache
@@ -169,13 +159,10 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-def _check_finite_series(spec: AttentionSpec, q: Tensor, k: Tensor) -> None:
-    if spec.clamp is not None:
-        raise ValueError(
-            f"A clamped score (clamp={spec.clamp}) is not a sum of powers of q . k and has no "
-            "recurrent form; use clamp=None."
-        )
-    if spec.order is not None:
+def _require_state(spec: AttentionSpec, q: Tensor, k: Tensor) -> None:
+    """Raise ``ValueError`` for a spec without a state, with the Taylor order to use instead."""
+    if spec.order is not None or spec.clamp is not None:
+        degrees(spec)
         return
     message = "The series 'exp' has infinitely many powers and so no finite state"
     features = [FEATURE_MAPS[spec.feature_map](x.detach().double()) for x in (q, k) if x.numel()]

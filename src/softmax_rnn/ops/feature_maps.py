@@ -1,6 +1,6 @@
-"""The feature maps ``phi`` of queries and keys [..., D]; the shape stays as it is.
+"""The feature maps ``phi`` of queries and keys [..., D] (``reference.feature``); same shape.
 
-What is computed comes in the type that sums accumulate in: in a half type exp(-10) has few digits.
+Computed features have the type that sums accumulate in: exp(-10) has few digits in a half type.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class _Elu1(torch.autograd.Function):
 
 
 def _cosine(x: Tensor) -> Tensor:
-    # A float16 has no place for the least length that normalize divides by, nor for large ones.
+    # Neither the least length that normalize divides by nor a large one is in range of float16.
     return F.normalize(x.to(compute_dtype(x.dtype)), dim=-1)
 
 
-# The Triton kernels have the same ones of their own.
+# The Triton kernels have their own implementations.
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "elu1": _elu1,

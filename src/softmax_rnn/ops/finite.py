@@ -1,4 +1,4 @@
-"""Numbers beyond the range of their type: an error that says what made them, never NaN alone."""
+"""Overflow: an error that names its cause, in place of infinity or NaN."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def check_sums(
 ) -> None:
     """Raise if the sums of a finite series, or its state, overflow.
 
-    A number that is not finite reaches every output that sees it, so that the outputs tell of it;
-    but the last keys no output may see well, and these are told by the size of their powers.
-    Without a state, NaN or infinity in the inputs goes through to the outputs, as in softmax.
+    A number that is not finite reaches every output that depends on it, so the outputs are checked.
+    No output may depend on the last keys, so their powers are checked by size. Without a state, NaN
+    or infinity in the inputs propagates to the outputs, as in softmax.
 
     Args:
-        sums: what a form made.
+        sums: the result of a form.
         spec: a finite series.
-        state: what came in, if anything.
-        inputs: queries, keys and values as they were given.
+        state: the initial state, if any.
+        inputs: queries, keys and values, as given.
         features: the keys as the state holds them.
         mask: as in ``attention``, four-dimensional.
 
     Raises:
-        OverflowError: with the size of the inputs, or of the key that made a state too large.
+        OverflowError: with the size of the inputs, or of the key that overflows a state.
         FloatingPointError: for NaN or infinity in a state or what is added to it, with the index
             of the token, counted from the start of the state.
     """
@@ -68,7 +68,7 @@ def check_output(out: Tensor, dtype: torch.dtype, inputs: Inputs) -> None:
     """Raise if the outputs of finite inputs are beyond the range of ``dtype``.
 
     Raises:
-        OverflowError: with the largest of them.
+        OverflowError: with the largest output.
     """
     if _no_data(out) or not out.numel():
         return
@@ -114,7 +114,7 @@ def _check_state(
 
 
 def _out_of_range(sums: RowSums, spec: AttentionSpec, k: Tensor, v: Tensor) -> bool:
-    """Whether a key's powers times its value may be out of the range of the state."""
+    """Whether a key's powers times its value may exceed the range of the state."""
     if sums.state is None or not k.numel() or not v.numel():
         return False
     largest = [float(x.detach().abs().max()) for x in (k, v)]
@@ -124,7 +124,7 @@ def _out_of_range(sums: RowSums, spec: AttentionSpec, k: Tensor, v: Tensor) -> b
 
 
 def _vanishes(spec: AttentionSpec, longest: float, tiny: float) -> bool:
-    """Whether the powers of small keys are too small, where a factor of the scores cancels."""
+    """Whether the powers of small keys underflow where a factor of the scores cancels."""
     return spec.scale_free and 0 < longest ** degrees(spec)[1] < tiny
 
 
@@ -132,10 +132,10 @@ def _finite(x: Tensor | None) -> bool:
     if x is None:
         return True
     x = x.detach()
-    # One pass over the numbers; only a sum that overflows itself needs a closer look.
+    # One pass; only a sum that itself overflows needs a check of every number.
     return bool(x.sum().isfinite()) or bool(x.isfinite().all())
 
 
 def _no_data(x: Tensor) -> bool:
-    """Whether nothing can be asked of the numbers: while tracing, and on the meta device."""
+    """Whether the numbers cannot be read: while tracing, and on the meta device."""
     return torch.compiler.is_compiling() or x.is_meta or type(x) is not Tensor

@@ -67,7 +67,7 @@ class Attention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set what is no ``nn.Linear``: norms to the identity, length powers to sigmoid(0.5)."""
+        """Initialise parameters outside ``nn.Linear``: norms to 1 and 0, length logits to 0.5."""
         for parameter, value in ((self.norm_weight, 1.0), (self.norm_bias, 0.0)):
             if parameter is not None:
                 nn.init.constant_(parameter, value)
@@ -79,7 +79,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q [B, H, T, D] and k, and the (gated) v [B, Hkv, T, D], of [B, T, hidden_size].
 
-        The input gate is applied here, so that a cache holds what the numerator needs.
+        The input gate is applied here, so that a cache holds gated values.
         """
         heads_of = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k, v = (

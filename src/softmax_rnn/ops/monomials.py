@@ -1,13 +1,13 @@
 """Symmetric powers: the monomials of a vector in place of its Kronecker powers.
 
-``(q . k)^n = q^(x)n . k^(x)n`` (equations 7 and 8) has ``d^n`` terms, but a Kronecker power holds
-every monomial of degree ``n`` once per order of its factors. The ``C(d+n-1, n)`` different ones,
-weighted by how often they occur (``n! / alpha!``), give the same inner product.
+``(q . k)^n = q^(x)n . k^(x)n`` (equations 7, 8, ``reference.kronecker_power``) has ``d^n`` terms,
+but a Kronecker power holds every monomial of degree ``n`` once per order of its factors. The
+``C(d+n-1, n)`` distinct ones, weighted by how often they occur (``n! / alpha!``), give the same
+inner product.
 
-The monomials of degree ``n`` stand by their largest index: those whose largest index is ``j`` are
-the monomials of degree ``n - 1`` in ``x_0 .. x_j``, times ``x_j``. In this order the former are a
-prefix of degree ``n - 1``, so that a degree is built from the last one by ``d`` products of a
-slice with a row, and nothing is gathered.
+The monomials of degree ``n`` are ordered by their largest index: those whose largest index is ``j``
+are the monomials of degree ``n - 1`` in ``x_0 .. x_j``, times ``x_j``. The latter are a prefix of
+degree ``n - 1``, so a degree is built from the one below by ``d`` products of a slice with a row.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def cumulative_dimension(width: int, degree: int) -> int:
 
 
 def state_size(spec: AttentionSpec | str, d_k: int, d_v: int) -> int:
-    """Numbers a head holds in the recurrent form: a row of values per monomial, and its weight sum.
+    """Size of a head's state: a row of values per monomial, and its weight sum if there is one.
 
     Args:
         spec: a finite series, or the name of a variant with one.
@@ -45,14 +45,14 @@ def state_size(spec: AttentionSpec | str, d_k: int, d_v: int) -> int:
         d_v: value width.
 
     Raises:
-        ValueError: for the series exp, whose state is infinite (section 3.1).
+        ValueError: for a spec without a state (the series exp, section 3.1, or a clamp).
     """
     spec = resolve(spec)
     return state_rows(spec, d_k) * (d_v + int(spec.row_sum is not None))
 
 
 def state_rows(spec: AttentionSpec, width: int) -> int:
-    """Monomials that the state of a finite series keeps."""
+    """Number of monomials in the state of a finite series."""
     first, last = degrees(spec)
     return cumulative_dimension(width, last) - (
         cumulative_dimension(width, first - 1) if first else 0
@@ -60,7 +60,12 @@ def state_rows(spec: AttentionSpec, width: int) -> int:
 
 
 def degrees(spec: AttentionSpec) -> tuple[int, int]:
-    """The lowest and the highest power of a finite series."""
+    """The lowest and the highest power of a spec with a state; ``ValueError`` for another."""
+    if spec.clamp is not None:
+        raise ValueError(
+            f"A clamped score (clamp={spec.clamp}) is not a sum of powers of q . k and has no "
+            "recurrent form; use clamp=None."
+        )
     if spec.order is None:
         raise ValueError(
             "The series 'exp' has infinitely many powers and no finite state; series='taylor' "
@@ -70,7 +75,7 @@ def degrees(spec: AttentionSpec) -> tuple[int, int]:
 
 
 class Gathers(NamedTuple):
-    """What to gather for monomials and their gradient: few operations, where products are many.
+    """Index tables for monomials and their gradient: few operations, for devices where calls cost.
 
     Attributes:
         levels: [2, rows] of each degree from 2 on: the row of the degree below, and the factor.
@@ -83,8 +88,8 @@ class Gathers(NamedTuple):
     powers: Tensor
 
     @classmethod
-    def of(cls, width: int, degree: int, like: Tensor) -> Gathers:
-        """Those of ``width`` variables up to ``degree``, for tensors like ``like``."""
+    def build(cls, width: int, degree: int, like: Tensor) -> Gathers:
+        """The tables of ``width`` variables up to ``degree``, for tensors like ``like``."""
         raised, powers = (torch.from_numpy(x).to(like.device) for x in _raised(width, degree))
         levels = (torch.from_numpy(x).to(like.device) for x in _levels(width, degree))
         return cls(tuple(levels), raised, powers.to(like.dtype).unsqueeze(-1))
@@ -96,7 +101,7 @@ def monomials(x: Tensor, degree: int, gathers: Gathers | None = None) -> Tensor:
     Args:
         x: [..., d, T], a vector per column.
         degree: the highest degree.
-        gathers: to be made by these, all of a degree at once.
+        gathers: tables to build all monomials of a degree at once.
 
     Returns:
         [..., C(d + degree, degree), T]: degree after degree, each by its largest index.
@@ -113,7 +118,7 @@ def monomials(x: Tensor, degree: int, gathers: Gathers | None = None) -> Tensor:
     out[..., 0, :] = 1.0
     if degree:
         out[..., 1 : width + 1, :] = x
-    # Views made all at once: for short columns they cost as much as the products.
+    # All views at once: for short columns making them costs as much as the products.
     factors = x.unsqueeze(-3).unbind(-2)
     products = _products(width, degree)
     first = cumulative_dimension(width, min(degree, 1))
@@ -131,10 +136,10 @@ def monomials_backward(
 
     Args:
         x: [..., d, T].
-        degree: as it was.
+        degree: as in ``monomials``.
         features: ``monomials(x, degree)``.
-        grad: the gradient of ``features``; used up.
-        gathers: as it was.
+        grad: the gradient of ``features``; overwritten.
+        gathers: as in ``monomials``.
     """
     width = x.shape[-2]
     if gathers is not None:  # d(m x_j)/dx_j = m times the power of x_j in m x_j
@@ -157,7 +162,7 @@ def multiplicities(width: int, degree: int) -> np.ndarray[tuple[int], np.dtype[n
     ``sum(multiplicities * monomials(q) * monomials(k))`` over one degree is ``(q . k)^n``.
     """
     counts = np.ones(cumulative_dimension(width, degree))
-    # How often the largest index of a monomial occurs in it: each further time divides by more.
+    # How often the largest index of a monomial occurs in it.
     repeated = np.ones(len(counts), dtype=np.int64)
     for order, start, parents, size, factor in _products(width, degree):
         rows, above = slice(start, start + size), slice(parents, parents + size)
@@ -182,12 +187,11 @@ def row_weights(
     return torch.tensor(_row_weights(spec, width), dtype=dtype, device=device)
 
 
-# Arrays are kept, not tensors: a tensor made under inference mode, or without data while something
-# is traced, would not do for the next call.
+# Arrays are cached, not tensors: one made under inference mode or while tracing is of no use later.
 @lru_cache(maxsize=64)
 def _row_weights(spec: AttentionSpec, width: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     first, last = degrees(spec)
-    coefficients = PowerSeries.of(spec).coefficients
+    coefficients = PowerSeries.from_spec(spec).coefficients
     assert coefficients is not None
     sizes = [dimension(width, n) for n in range(last + 1)]
     every = multiplicities(width, last) * np.repeat(coefficients, sizes)
@@ -196,14 +200,6 @@ def _row_weights(spec: AttentionSpec, width: int) -> np.ndarray[tuple[int], np.d
 
 # Columns up to which a gather is faster than a product per index.
 _FEW = 4
-
-
-def kronecker_power(x: Tensor, degree: int) -> Tensor:
-    """``x^(x)n`` itself, [..., d] -> [..., d^n]: the paper's state, for small ``d`` and ``n``."""
-    out = x.new_ones(*x.shape[:-1], 1)
-    for _ in range(degree):
-        out = (out.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2)
-    return out
 
 
 Indices = np.ndarray[tuple[int, int], np.dtype[np.int64]]
@@ -221,7 +217,7 @@ class _Product(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _products(width: int, degree: int) -> tuple[_Product, ...]:
-    """What makes the degrees from 2 on, in order."""
+    """The products that build the degrees from 2 on, in order."""
     products = []
     for order in range(2, degree + 1):
         start = cumulative_dimension(width, order - 1)
@@ -235,7 +231,7 @@ def _products(width: int, degree: int) -> tuple[_Product, ...]:
 
 @lru_cache(maxsize=64)
 def _levels(width: int, degree: int) -> tuple[Indices, ...]:
-    """The same by degree, for a gather: the parent, counted within its degree, and the factor."""
+    """The products as index pairs by degree: the parent within its degree, and the factor."""
     levels = []
     for order in range(2, degree + 1):
         level = [p for p in _products(width, degree) if p.order == order]
@@ -250,7 +246,7 @@ def _levels(width: int, degree: int) -> tuple[Indices, ...]:
 def _raised(width: int, degree: int) -> tuple[Indices, Indices]:
     """The row of ``m x_j`` and the power of ``x_j`` in it, of all ``m`` of lower degrees."""
     rows, powers = [np.empty((0, width), np.int64)], [np.empty((0, width), np.int64)]
-    monomials = np.empty((1, 0), np.int64)  # of a degree, each as its indices in order
+    monomials = np.empty((1, 0), np.int64)  # of one degree, each as its sorted indices
     for order in range(1, degree + 1):
         factors = np.tile(np.arange(width), len(monomials))[:, None]
         products = np.sort(np.hstack([monomials.repeat(width, axis=0), factors]), axis=1)

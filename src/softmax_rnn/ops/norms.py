@@ -9,8 +9,8 @@ from torch import Tensor
 
 from softmax_rnn.ops.spec import Norm
 
-# What the authors use: the defaults of nn.LayerNorm, and of nn.RMSNorm up to float32 (the machine
-# epsilon). The L2 norm leaves a zero vector as it is.
+# The authors use the defaults of nn.LayerNorm and nn.RMSNorm (the machine epsilon of float32). The
+# L2 norm leaves a zero vector unchanged.
 NORM_EPS: dict[Norm, float] = {"layer": 1e-5, "rms": torch.finfo(torch.float32).eps}
 
 
@@ -22,9 +22,9 @@ def normalized(
     Args:
         x: [..., E].
         log_scale: [...], a constant to autograd; ``None`` for 0.
-        norm: which; ``none`` leaves the vectors as they are.
-        weight: [E], a factor after it, or ``None``.
-        bias: [E], added after it, or ``None``.
+        norm: its name; ``none`` leaves the vectors unchanged.
+        weight: [E], a factor applied after the norm, or ``None``.
+        bias: [E], added last, or ``None``.
 
     Raises:
         OverflowError: for ``none``, if a vector's true scale is beyond the range of the dtype.
@@ -39,9 +39,9 @@ def normalized(
     x = x / largest  # squares of large numbers overflow
     eps = NORM_EPS[norm] / largest.square()
     if log_scale is not None:
-        # The same eps for the true values: a norm ignores the scale, up to its eps.
+        # The epsilon in units of the scale: otherwise a norm ignores the scale.
         eps = eps * (-2 * log_scale).exp().unsqueeze(-1)
-        eps = eps.clamp(min=torch.finfo(eps.dtype).tiny)  # a row of zeros stays one
+        eps = eps.clamp(min=torch.finfo(eps.dtype).tiny)  # a row of zeros stays zero
     x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     if weight is not None:
         x = x * weight.to(x.dtype)
@@ -49,7 +49,7 @@ def normalized(
 
 
 def unit(x: Tensor) -> Tensor:
-    """``x / |x|`` over the last dimension, at any scale; zero vectors stay as they are."""
+    """``x / |x|`` over the last dimension, at any scale; zero vectors stay zero."""
     found = _unit(x) if torch.compiler.is_compiling() else _Unit.apply(x)
     direction: Tensor = found[0]
     return direction
@@ -61,15 +61,15 @@ def _unit(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     largest = largest.masked_fill(largest == 0, 1.0)
     x = x / largest
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    length = length.clamp(min=1)  # it was less for a zero vector alone
+    length = length.clamp(min=1)  # below 1 only for a zero vector
     return x / length, length, largest
 
 
 class _Unit(torch.autograd.Function):
-    """:func:`_unit` with half the passes of autograd's own backward; the compiler needs no help.
+    """:func:`_unit` with half the memory passes of autograd's backward; not used when compiled.
 
-    What is saved are the input and outputs that nobody sees, so that this has derivatives itself
-    and its result may be changed in place.
+    It saves the input and internal outputs only, so that its gradient is differentiable and the
+    result may be changed in place.
     """
 
     generate_vmap_rule = True
@@ -89,20 +89,20 @@ class _Unit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_length: Tensor, _: None) -> Tensor:
-        x, length, largest = ctx.saved_tensors  # once: checkpointing lets nobody unpack them again
-        return _across(x, length, largest, grad, -grad_length * length)[0]
+        x, length, largest = ctx.saved_tensors  # once: checkpointing allows no second time
+        return _perpendicular(x, length, largest, grad, -grad_length * length)[0]
 
     @staticmethod
     def jvp(ctx: Any, change: Tensor) -> tuple[Tensor, Tensor, None]:
         x, length, largest = ctx.saved_tensors
-        moved, along = _across(x, length, largest, change, 0.0)
+        moved, along = _perpendicular(x, length, largest, change, 0.0)
         return moved, along / largest, None
 
 
-def _across(
+def _perpendicular(
     x: Tensor, length: Tensor, largest: Tensor, change: Tensor, more: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """The part of a change across the unit vectors, a length each; and the part along, ``more``."""
+    """A change's part perpendicular to the unit vectors over their lengths; its parallel part."""
     total = length * largest
     direction = x / total
     along = (change * direction).sum(-1, keepdim=True) + more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -25,44 +25,35 @@ from softmax_rnn.ops.validation import check_extra, check_tensors, checked_mask
 from softmax_rnn.ops.variants import resolve
 
 
-@overload
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec | str,
-    *,
-    causal: bool = ...,
-    mask: Tensor | None = ...,
-    input_gate: Tensor | None = ...,
-    output_gate: Tensor | None = ...,
-    length_power: Tensor | None = ...,
-    norm_weight: Tensor | None = ...,
-    norm_bias: Tensor | None = ...,
-    form: str = ...,
-    state: State | None = ...,
-    return_state: Literal[False] = ...,
-) -> Tensor: ...
+class _Options(TypedDict, total=False):
+    """The optional arguments of ``attention`` that do not change the type of its result."""
+
+    causal: bool
+    mask: Tensor | None
+    input_gate: Tensor | None
+    output_gate: Tensor | None
+    length_power: Tensor | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    form: str
+    state: State | None
+
+
+Spec = AttentionSpec | str
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec | str,
-    *,
-    causal: bool = ...,
-    mask: Tensor | None = ...,
-    input_gate: Tensor | None = ...,
-    output_gate: Tensor | None = ...,
-    length_power: Tensor | None = ...,
-    norm_weight: Tensor | None = ...,
-    norm_bias: Tensor | None = ...,
-    form: str = ...,
-    state: State | None = ...,
-    return_state: Literal[True],
-) -> tuple[Tensor, State]: ...
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
+    return_state: Literal[False] = ..., **options: Unpack[_Options],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
+    return_state: Literal[True], **options: Unpack[_Options],
+) -> tuple[Tensor, State]: ...  # fmt: skip
 
 
 def attention(
@@ -82,7 +73,9 @@ def attention(
     state: State | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, State]:
-    """Attention as ``spec`` says: ``o_t = norm(g_out[t] * N_t / D_t)``, ``N_t = sum w(s) g_in v``.
+    """The attention of ``spec``: ``o_t = norm(g_out[t] * N_t / D_t)``, ``N_t = sum w(s) g_in v``.
+
+    Equations 1 to 6 of the paper; :func:`softmax_rnn.ops.reference.attention` is the same in loops.
 
     Args:
         q: queries [B, H, T, D].
@@ -99,8 +92,8 @@ def attention(
         norm_weight: [E], scale of the ``rms`` and ``layer`` norms; ones if not given.
         norm_bias: [E], shift of the ``layer`` norm; zeros if not given.
         form: ``auto``, or one of :func:`forms` (the same result to rounding).
-        state: what a finite series has seen before these keys (section 3.1); the queries see it
-            too. Gradients pass through it. With a state, ``mask`` is one of keys: [B, 1, 1, S].
+        state: the sums of a finite series over earlier keys (section 3.1), which every query sees
+            too. Gradients pass through it. With a state, ``mask`` is per key: [B, 1, 1, S].
         return_state: whether to return the state after these keys as well.
 
     Returns:
@@ -108,11 +101,10 @@ def attention(
         :class:`State`. Sums and states accumulate in float32 for half types.
 
     Raises:
-        ValueError: shapes, dtypes, devices, gates, form or state that do not fit, naming what
-            would.
+        ValueError: invalid shapes, dtypes, devices, gates, form or state, with what is allowed.
         OverflowError: sums, a state or outputs beyond the range of their dtype, in any form.
         MemoryError: a state too large, with its bytes and the largest order that fits.
-        FloatingPointError: NaN or infinity in a state or what it is given, with the index of the
+        FloatingPointError: NaN or infinity in a state or what is added to it, with the index of the
             token.
         NotImplementedError: a second or forward-mode derivative, which ``form="dense"`` alone has.
 
@@ -138,22 +130,22 @@ def attention(
     if state is not None:
         check_state(state, spec, k, v)
 
-    given, dtype, inputs = q.dtype, compute_dtype(q.dtype), (q, k, v)
+    input_dtype, dtype, inputs = q.dtype, compute_dtype(q.dtype), (q, k, v)
     stateful = state is not None or return_state
     with no_autocast(q.device.type):
         if input_gate is not None:
             v = v * input_gate.unsqueeze(-1).to(v.dtype)
-        way = choose(form, spec, q, k, v, causal=causal, mask=mask, stateful=stateful)
+        chosen = choose(form, spec, q, k, v, causal=causal, mask=mask, stateful=stateful)
         log_scale = None
-        if spec.scale_free and not (way.maps and given == torch.float16):
+        if spec.scale_free and not (chosen.maps and input_dtype == torch.float16):
             q, log_scale = _scaled_for_powers(q, k, spec, causal, mask, stateful)
-        if not way.maps:
+        if not chosen.maps:
             q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
         with_state: dict[str, Any] = {}
-        if way.stateful:
+        if chosen.stateful:
             before = None if state is None else state.sums
             with_state = {"state": before, "keep_state": return_state}
-        sums = way.compute(q, k, v, spec, causal=causal, mask=mask, **with_state)
+        sums = chosen.compute(q, k, v, spec, causal=causal, mask=mask, **with_state)
         if spec.order is not None:
             check_sums(sums, spec, state, inputs, k, mask)
         if log_scale is not None:
@@ -178,8 +170,8 @@ def attention(
         if gate is not None and spec.output_gate == "after_norm":
             out = out * gate
         if not spec.bounded:
-            check_output(out, given, inputs)
-        out = out.to(given)
+            check_output(out, input_dtype, inputs)
+        out = out.to(input_dtype)
         if not return_state:
             return out
         assert sums.state is not None
@@ -189,13 +181,13 @@ def attention(
 def _scaled_for_powers(
     q: Tensor, k: Tensor, spec: AttentionSpec, causal: bool, mask: Tensor | None, stateful: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Queries times a factor a row, and the log of what the powers of their scores lack by it.
+    """Queries scaled by row, and the log of the factor that the powers of their scores then lack.
 
-    The power of a small score would vanish, that of a large one overflow, where a denominator or a
-    norm leaves an ordinary number. The largest possible score of a row is brought so near to the
-    largest number that sums of its power are still in range: there is most room below it, for keys
-    of unlike sizes. Factors are powers of two, so that nothing is rounded. A state holds keys as
-    they are, and earlier ones: queries alone are brought to length 1.
+    The power of a small score would underflow, that of a large one overflow, although the quotient
+    is an ordinary number. So the largest possible score of a row is scaled to where sums of its
+    power are just in range, which leaves most room for smaller scores. Factors are powers of two,
+    so that nothing is rounded. A state holds unscaled and earlier keys: there, queries are scaled
+    to length 1.
     """
     if not q.numel() or not k.numel():
         return q, None
@@ -207,25 +199,25 @@ def _scaled_for_powers(
         if mask is not None:
             keys = keys.masked_fill(~visible_keys(mask, k.shape[1]), 0.0)
         lengths = _log2_length(keys)
-        if causal:  # later keys are nothing to a row
+        if causal:  # a row sees no later keys
             longest = lengths.cummax(-1).values[..., k.shape[2] - q.shape[2] :]
         else:
             longest = lengths.amax(-1, keepdim=True)
         longest = longest.repeat_interleave(q.shape[1] // k.shape[1], 1)
         longest = longest + math.log2(abs(spec.score_scale(q.shape[-1])))
-        longest = longest.masked_fill(longest == -torch.inf, 0.0)  # zeros: any factor will do
-        exponent = exponent + longest.clamp(-_ROOM, _ROOM) - _ROOM / order
+        longest = longest.masked_fill(longest == -torch.inf, 0.0)  # zeros: any factor serves
+        exponent = exponent + longest.clamp(-_HEADROOM, _HEADROOM) - _HEADROOM / order
     exponent = exponent.round().masked_fill(~exponent.isfinite(), 0.0)
     if q.dtype == torch.float16:  # whose range is small
         q = q.to(dtype)
-    half = (exponent / 2).round()  # the whole factor may be beyond float32
+    half = (exponent / 2).round()  # the whole factor may overflow float32
     for part in (half, exponent - half):
         q = q * (-part).exp2().unsqueeze(-1).to(q.dtype)
     return q, order * math.log(2) * exponent
 
 
-# Bits that powers of scores may take above 1; sums, values and D^order find room in the rest.
-_ROOM = 80.0
+# Bits above 1 that powers of scores may use; sums, values and D^order need the rest.
+_HEADROOM = 80.0
 
 
 def _log2_length(x: Tensor) -> Tensor:

@@ -1,18 +1,20 @@
 """Power series ``w(x) = sum_n a_n x^n``: the weight of every attention in the paper.
 
 The exponential, its Taylor polynomials and single powers share one class. The derivative of a
-series is again a series (of ``taylor`` N it is ``taylor`` N-1), so a backward pass needs nothing
-new.
+series is again a series (of ``taylor`` N it is ``taylor`` N-1), so that the forms need no other
+function for their backward pass.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate, chain, count, islice, takewhile
 from typing import NamedTuple
 
 import torch
-from scipy.special import gammainc
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
@@ -27,7 +29,7 @@ class PowerSeries(NamedTuple):
     coefficients: tuple[float, ...] | None
 
     @classmethod
-    def of(cls, spec: AttentionSpec) -> PowerSeries:
+    def from_spec(cls, spec: AttentionSpec) -> PowerSeries:
         """The weight series of a spec."""
         if spec.series == "exp":
             return cls(None)
@@ -51,7 +53,7 @@ class PowerSeries(NamedTuple):
         result = leading * x
         if lower[-1]:
             result += lower[-1]
-        # Memory is used again where no derivative needs what it held.
+        # In place unless a derivative needs the intermediate results.
         tracked = result.requires_grad or unpack_dual(result).tangent is not None
         reuse = None if tracked else result
         for coefficient in reversed(lower[:-1]):
@@ -69,8 +71,7 @@ class PowerSeries(NamedTuple):
 def remainder_bound(order: int, radius: float) -> float:
     """``max |exp(x) - taylor_order(x)|`` over ``|x| <= radius``: exact, attained at ``radius``.
 
-    It is the tail ``sum_{n > order} radius^n / n!`` of exp's series, that is ``exp(radius)`` times
-    the regularised lower incomplete gamma function.
+    It is the tail ``sum_{n > order} radius^n / n!`` of exp's series.
 
     Raises:
         ValueError: for an order that is not an integer >= 0, or a radius that is not in [0, 700]
@@ -79,7 +80,14 @@ def remainder_bound(order: int, radius: float) -> float:
     if isinstance(order, bool) or not isinstance(order, int) or order < 0:
         raise ValueError(f"order must be an integer >= 0, not {order!r}.")
     _check_radius(radius)
-    return math.exp(radius) * float(gammainc(order + 1, radius))
+    factors = (radius / n for n in count(1))
+    terms = accumulate(factors, operator.mul, initial=1.0)
+    head = math.fsum(islice(terms, order + 1))
+    if order + 1 < radius:  # the tail is more than half of exp: little cancels
+        return math.exp(radius) - head
+    first = next(terms)
+    tail: Iterator[float] = takewhile(lambda term: term > 1e-17 * first, terms)
+    return math.fsum(chain([first], tail))
 
 
 def order_for(tolerance: float, radius: float) -> int:

@@ -21,7 +21,7 @@ Norm = Literal["none", "l2", "rms", "layer"]
 
 INVERSE_SQRT = "1/sqrt(d)"
 
-# With order 1915 exp's series is exact to 1e-300 on every |x| <= 700, past which exp overflows.
+# Order 1915 of exp's series is exact to 1e-300 for |x| <= 700; exp overflows beyond.
 MAX_ORDER = 2000
 
 _CHOICES = {
@@ -35,7 +35,7 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class RowSum:
-    """How a row-sum denominator is made of ``Z = sum_s w(s)``: ``max(Z + offset, floor)``."""
+    """A row-sum denominator ``max(Z + offset, floor)`` of ``Z = sum_s w(s)``."""
 
     offset: float = 0.0
     floor: float = 0.0
@@ -52,7 +52,7 @@ _ROW_SUMS = {
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What an attention computes, as data (the paper's equations 1, 3, 5, 6 and its ablations).
+    """What an attention computes, as data: the paper's equations 1 to 6 and its ablations.
 
     With the score ``s = scale * phi(q_t) . phi(k_s)``, clamped from above at ``clamp``::
 
@@ -138,11 +138,18 @@ class AttentionSpec:
         return dataclasses.replace(rule, offset=self.epsilon, floor=self.floor)
 
     @property
+    def has_state(self) -> bool:
+        """Whether keys and values can be summed into a state of fixed size (section 3.1).
+
+        True for a finite series of the score itself. The series exp has a state of infinite size;
+        a clamped score is no inner product, and its powers are not sums of monomials.
+        """
+        return self.series != "exp" and self.clamp is None
+
+    @property
     def sign_definite(self) -> bool:
         """Whether every weight is >= 0, so that the row sum cannot cross zero."""
-        if self.series == "exp" or self.order == 0:
-            return True
-        if self.order is not None and self.order % 2 == 0:
+        if self.order is None or self.order % 2 == 0:  # exp, and polynomials of even order
             return True
         nonnegative_map = self.feature_map in ("elu1", "relu")
         return nonnegative_map and self.score_scale(1) > 0 and (self.clamp or 0) >= 0
@@ -160,7 +167,7 @@ class AttentionSpec:
 
     @property
     def is_quotient(self) -> bool:
-        """Whether numerator and denominator scale alike, so that small weights still matter."""
+        """Whether numerator and denominator scale alike, so that small weights matter."""
         rule = self.row_sum
         return self.norm == "l2" or (rule is not None and not (rule.offset or rule.floor))
 
@@ -171,7 +178,7 @@ class AttentionSpec:
         return one_power and self.feature_map in ("identity", "relu") and self.is_quotient
 
     @property
-    def cancels(self) -> bool:
+    def terms_can_cancel(self) -> bool:
         """Whether terms of the weights, monomials of features, have either sign."""
         return self.feature_map in ("identity", "cosine") or self.score_scale(1) < 0
 

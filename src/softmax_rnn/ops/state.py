@@ -1,33 +1,36 @@
-"""The state of a finite series: all that is left of the keys and values seen so far."""
+"""The state of a finite series: a sum over all earlier keys and values (section 3.1)."""
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
-from softmax_rnn.ops.cost import chunk_length, heads_together
+from softmax_rnn.ops.compiler import constant_when_compiled
+from softmax_rnn.ops.cost import chunk_length, heads_per_step, sizes_of
 from softmax_rnn.ops.forms.row_sums import compute_dtype
 from softmax_rnn.ops.monomials import cumulative_dimension, degrees, state_rows, state_size
 from softmax_rnn.ops.spec import AttentionSpec
 
-# Less than this always fits; asking for the free memory costs more than they do.
+# Less than this is taken to fit: reading the free memory takes longer than using it.
 _SMALL = 2**26
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What the recurrent form holds after some tokens, whatever their number.
+    """The state after some tokens; its size does not depend on their number.
 
     Attributes:
         spec: the specification that made it.
         sums: ``sum_s v_s monomials(k_s)^T`` (the stacked hidden states ``H^n`` of section 3.1 in
             the symmetric basis, transposed), with a last row ``sum_s monomials(k_s)`` where the
             spec has a row sum; [B, Hkv, E or E + 1, monomials]: float64 for inputs of float64,
-            else float32, whose counting ends near 2^24 = 16.8 million tokens of like size.
+            else float32, in which sums stop growing after about 2^24 = 16.8 million tokens.
         visible: number of visible keys so far, for the length denominators; [B], int64.
         tokens: number of positions so far, hidden ones included.
     """
@@ -48,11 +51,11 @@ class State:
         return replace(self, sums=sums, visible=visible)
 
     def detach(self) -> State:
-        """The same numbers, cut from the graph: for truncated backpropagation through time."""
+        """The state without its graph, for truncated backpropagation through time."""
         return replace(self, sums=self.sums.detach())
 
     def to(self, device: torch.device | str) -> State:
-        """The same on another device."""
+        """The state on another device."""
         return replace(self, sums=self.sums.to(device), visible=self.visible.to(device))
 
 
@@ -80,17 +83,17 @@ def check_state(state: State, spec: AttentionSpec, k: Tensor, v: Tensor) -> None
 def next_state(
     spec: AttentionSpec, state: State | None, sums: Tensor, mask: Tensor | None, keys: int
 ) -> State:
-    """The state after ``keys`` more positions, of which ``mask`` [B, 1, 1, S] shows some."""
-    seen = sums.new_full((sums.shape[0],), keys, dtype=torch.int64)
+    """The state after ``keys`` more positions; ``mask`` [B, 1, 1, S] says which are visible."""
+    visible = sums.new_full((sums.shape[0],), keys, dtype=torch.int64)
     if mask is not None:
-        seen = mask.expand(*sums.shape[:1], 1, 1, keys).sum(dim=(1, 2, 3))
+        visible = mask.expand(*sums.shape[:1], 1, 1, keys).sum(dim=(1, 2, 3))
     if state is None:
-        return State(spec, sums, seen, keys)
-    return State(spec, sums, state.visible + seen, state.tokens + keys)
+        return State(spec, sums, visible, keys)
+    return State(spec, sums, state.visible + visible, state.tokens + keys)
 
 
 def fits(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the states of the chunked form, and what it works with, fit the free memory."""
+    """Whether the states of the chunked form and its working memory fit the free memory."""
     needed = _bytes_needed(spec, q, k, v)
     return needed < _SMALL or needed <= _free_bytes(k.device)
 
@@ -107,17 +110,16 @@ def require_memory(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None
     state = heads * size * state_size(spec, k.shape[3], v.shape[3])
     raise MemoryError(
         f"The state of order {order} takes {state:,} bytes ({heads} heads, key width {k.shape[3]}, "
-        f"value width {v.shape[3]}), with what is needed to work with it "
+        f"value width {v.shape[3]}), with working memory "
         f"{_bytes_needed(spec, q, k, v):,}; {_free_bytes(k.device):,} are free; {advice}."
     )
 
 
 def _bytes_needed(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> int:
-    """The old state, the new and the weighted one; a chunk's monomials; states kept to train."""
-    heads, groups = k.shape[0] * k.shape[1], q.shape[1] // max(1, k.shape[1])
-    sizes = (spec, q.shape[2], k.shape[2], k.shape[3], v.shape[3])
-    chunk = chunk_length(*sizes, heads=max(1, heads), groups=groups)
-    together = heads_together(spec, k.shape[3], chunk, groups, k.device.type)
+    """Old, new and weighted state, the monomials of a chunk, the states of the backward pass."""
+    heads, groups = k.shape[0] * k.shape[1], q.shape[1] // k.shape[1]
+    chunk = chunk_length(sizes_of(spec, q, k, v))
+    together = heads_per_step(spec, k.shape[3], chunk, groups, k.device.type)
     rows = cumulative_dimension(k.shape[3], degrees(spec)[1])
     length = min(chunk, k.shape[2])
     monomials = 2 * min(together, heads) * rows * length * (groups + 1)  # and their gradients
@@ -127,16 +129,29 @@ def _bytes_needed(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> int:
     return compute_dtype(k.dtype).itemsize * (monomials + states * state)
 
 
-# What is free when a model is compiled decides for it.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+# A compiled model keeps the choice that the free memory allowed when it was compiled.
+@constant_when_compiled
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = psutil.virtual_memory().available
+    free = _available_memory()
     group = Path("/sys/fs/cgroup")  # a container's limit, where there is one
     try:
         limit = int((group / "memory.max").read_text())
         return min(free, limit - int((group / "memory.current").read_text()))
     except (OSError, ValueError):
         return free
+
+
+def _available_memory() -> int:
+    """Bytes that a process can still get; the installed memory where the system does not say."""
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        found = None
+    if found:
+        return 1024 * int(found[1])
+    if not hasattr(os, "sysconf"):  # Windows
+        return sys.maxsize
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

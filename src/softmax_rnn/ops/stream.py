@@ -17,16 +17,16 @@ from softmax_rnn.ops.variants import resolve
 class Stream:
     """Causal attention of a finite series, fed pieces of any length in order.
 
-    Gradients stop at every call; to train through states, call ``attention`` with ``state``. A
-    float32 state counts to some 2^24 = 16.8 million tokens, or calls of many tokens at once; feed
-    float64 for more.
+    Gradients stop at every call; to train through states, call ``attention`` with ``state``. Sums
+    in a float32 state stop growing after about 2^24 = 16.8 million tokens, or calls with many
+    tokens each; use float64 inputs for more.
 
     Args:
         spec: a finite series without a clamp, or the name of a variant with one.
         length_power: [H], as for ``attention``, if the spec has one; likewise the norm's
         norm_weight: [E], and
         norm_bias: [E].
-        state: where to go on; the beginning if not given.
+        state: the state to continue from; empty if not given.
 
     Raises:
         ValueError: for a spec without a state.
@@ -49,9 +49,7 @@ class Stream:
         state: State | None = None,
     ) -> None:
         self.spec = resolve(spec)
-        degrees(self.spec)  # a series without an end has no state
-        if self.spec.clamp is not None:
-            raise ValueError(f"A clamped score (clamp={self.spec.clamp}) has no recurrent form.")
+        degrees(self.spec)  # an error where there is no state
         self.state = state
         self._parameters: dict[str, Any] = {
             "length_power": length_power,

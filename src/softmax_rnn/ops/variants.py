@@ -1,29 +1,36 @@
-"""The paper's variants by name: a table, and the look-up."""
+"""The paper's variants by name, and those that a program or an installed package adds."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import EntryPoint, entry_points
 
 from softmax_rnn._utils.errors import unknown
 from softmax_rnn.ops.spec import INVERSE_SQRT, MAX_ORDER
 from softmax_rnn.ops.spec import AttentionSpec as Spec
 
 # The authors clamp the score at 5 before the exponential in every ablation marked c5.
-_C5 = 5.0
+_C5 = Spec(clamp=5.0, denominator="none")
+_C5_LENGTH = Spec(clamp=5.0, denominator="length")
+_LINEAR_RELU = Spec(series="power", order=1, feature_map="relu", scale=INVERSE_SQRT)
 
-# An odd polynomial of the score is negative below -1 or so, its row sum crosses zero, and the plain
-# quotient does not train. It is kept where the paper's other sums are: max(sum, 1).
+# An odd Taylor polynomial is negative for scores below about -1. Its row sum then crosses zero, and
+# the plain quotient does not train. The floor is that of the paper's clamped sum: max(sum, 1).
 _ODD_FLOOR = 1.0
 
-# Families take an order: `variant("taylor", order=4)` or "taylor:4"; the table shows order 2.
+# Families take an order: variant("taylor", order=4) or "taylor:4"; the table has order 2.
 FAMILIES = ("taylor", "taylor_elu", "taylor_relu", "taylor_cosine", "power")
 
 _TABLE: dict[str, Spec] = {
-    # Section 4.1: softmax (eq. 1) and its two replacements (eqs. 6 and 5).
+    # Section 4.1: softmax (equation 1) and its two replacements (equations 6 and 5).
     "softmax": Spec(),
     "norm": Spec(denominator="none", norm="l2"),
-    "gate": Spec(clamp=_C5, denominator="length", output_gate="before_norm"),
-    # Section 4.3: linear attention.
+    "gate": replace(_C5_LENGTH, output_gate="before_norm"),
+    # Section 4.3: linear attention (equation 2 with a denominator).
     "linear_elu": Spec(series="power", order=1, feature_map="elu1"),
     "linear_relu": Spec(series="power", order=1, feature_map="relu", epsilon=1e-8),
     "linear_cosine": Spec(
@@ -40,66 +47,80 @@ _TABLE: dict[str, Spec] = {
     "power": Spec(series="power", order=2),
     "quadratic": Spec(series="power", order=2, denominator="none"),
     # Figure 6, left: the denominator.
-    "detached": Spec(clamp=_C5, denominator="detached_sum", floor=1.0),
-    "clamped": Spec(clamp=_C5, denominator="clamped_sum"),
-    "length": Spec(clamp=_C5, denominator="length"),
-    "detached_gate": Spec(
-        clamp=_C5, denominator="detached_sum", epsilon=1e-4, output_gate="before_norm"
+    "detached": replace(_C5, denominator="detached_sum", floor=1.0),
+    "clamped": replace(_C5, denominator="clamped_sum"),
+    "length": _C5_LENGTH,
+    "detached_gate": replace(
+        _C5, denominator="detached_sum", epsilon=1e-4, output_gate="before_norm"
     ),
-    "gate_only": Spec(clamp=_C5, denominator="none", output_gate="before_norm"),
+    "gate_only": replace(_C5, output_gate="before_norm"),
     # Figure 6, middle: the gate.
-    "input_gate": Spec(clamp=_C5, denominator="length", input_gate=True),
-    "both_gates": Spec(clamp=_C5, denominator="length", input_gate=True, output_gate="before_norm"),
-    "relu_gate": Spec(
-        series="power",
-        order=1,
-        feature_map="relu",
-        scale=INVERSE_SQRT,
-        clamp=_C5,
-        denominator="length",
-        output_gate="before_norm",
-    ),
+    "input_gate": replace(_C5_LENGTH, input_gate=True),
+    "both_gates": replace(_C5_LENGTH, input_gate=True, output_gate="before_norm"),
+    "relu_gate": replace(_LINEAR_RELU, clamp=5.0, denominator="length", output_gate="before_norm"),
     # Figure 6, right: the norm.
-    "norm_rms": Spec(clamp=_C5, denominator="none", norm="rms"),
-    "norm_rms_length": Spec(clamp=_C5, denominator="length", norm="rms"),
-    "norm_layer_length": Spec(clamp=_C5, denominator="length", norm="layer"),
-    "norm_l2_clamped": Spec(clamp=_C5, denominator="none", norm="l2"),
-    "norm_l2_length": Spec(clamp=_C5, denominator="length", norm="l2"),
-    "norm_relu": Spec(
-        series="power",
-        order=1,
-        feature_map="relu",
-        scale=INVERSE_SQRT,
-        denominator="none",
-        norm="l2",
-    ),
-    # In the authors' code alone.
+    "norm_rms": replace(_C5, norm="rms"),
+    "norm_rms_length": replace(_C5_LENGTH, norm="rms"),
+    "norm_layer_length": replace(_C5_LENGTH, norm="layer"),
+    "norm_l2_clamped": replace(_C5, norm="l2"),
+    "norm_l2_length": replace(_C5_LENGTH, norm="l2"),
+    "norm_relu": replace(_LINEAR_RELU, denominator="none", norm="l2"),
+    # In the authors' code only.
     "norm_gate_before": Spec(denominator="none", norm="l2", output_gate="before_norm"),
     "norm_gate_after": Spec(denominator="none", norm="l2", output_gate="after_norm"),
-    "layer_input_gate": Spec(clamp=_C5, denominator="length", norm="layer", input_gate=True),
-    "layer_output_gate": Spec(
-        clamp=_C5, denominator="length", norm="layer", output_gate="before_norm"
+    "layer_input_gate": replace(_C5_LENGTH, norm="layer", input_gate=True),
+    "layer_output_gate": replace(_C5_LENGTH, norm="layer", output_gate="before_norm"),
+    "layer_both_gates": replace(
+        _C5_LENGTH, norm="layer", input_gate=True, output_gate="before_norm"
     ),
-    "layer_both_gates": Spec(
-        clamp=_C5,
-        denominator="length",
-        norm="layer",
-        input_gate=True,
-        output_gate="before_norm",
-    ),
-    # Related work named by the paper: one is added to the denominator (Miller, 2023).
+    # Related work that the paper names (Miller, 2023).
     "softmax_plus_one": Spec(denominator="sum_plus_one"),
 }
 _ALIASES = {"softmax_l2": "norm"}
+_REGISTERED: dict[str, Spec] = {}  # by register_variant, in this process
+
+GROUP = "softmax_rnn.variants"  # of the entry points that packages declare
 
 
 def variants() -> dict[str, Spec]:
-    """Every named variant and its spec; the families (``taylor``, ``power``) at order 2."""
-    return dict(_TABLE)
+    """Every named variant and its spec; the families (``taylor``, ``power``) at order 2.
+
+    The table of the paper first, then the entry points of installed packages, then what
+    :func:`register_variant` added. An entry point that cannot be loaded is a warning.
+    """
+    found = dict(_TABLE)
+    for name in _entry_points():
+        try:
+            found.setdefault(name, _load(name))
+        except ValueError as error:
+            warnings.warn(str(error), stacklevel=2)
+    return found | _REGISTERED
+
+
+def register_variant(name: str, spec: Spec) -> None:
+    """Add a variant to those that this process knows by name.
+
+    A package adds variants for every process by entry points of the group
+    ``softmax_rnn.variants``: the name is the variant's, the object an :class:`AttentionSpec`, its
+    fields as a dict, or a function that returns either.
+
+    Args:
+        name: ASCII letters, digits, ``_`` and ``-``.
+        spec: what the name stands for.
+
+    Raises:
+        ValueError: for another kind of name or spec, or a name that stands for another spec.
+    """
+    _check(name, spec)
+    known = _find(name)
+    if known not in (None, spec):
+        raise ValueError(f"variant {name!r} exists and is another spec: {known}.")
+    if known is None:
+        _REGISTERED[name] = spec
 
 
 def variant(name: str, *, order: int | None = None) -> Spec:
-    """The spec of a named variant of the paper.
+    """The spec of a named variant.
 
     Args:
         name: a key of :func:`variants`, an alias (``softmax_l2``), or a family with its order
@@ -107,13 +128,13 @@ def variant(name: str, *, order: int | None = None) -> Spec:
         order: highest power of a family; 2 unless given.
 
     Raises:
-        ValueError: for an unknown name (the nearest is named), a bad order, or an order given
-            to a variant that has none.
+        ValueError: for an unknown name (with the nearest one), an invalid order, an order for a
+            variant that has none, or an entry point that cannot be loaded.
     """
     family, colon, suffix = name.partition(":")
-    family = _ALIASES.get(family, family)
-    if family not in _TABLE:
-        raise unknown("variant", name, [*_TABLE, *_ALIASES])
+    spec = _find(family)
+    if spec is None:
+        raise unknown("variant", name, [*_TABLE, *_ALIASES, *_entry_points(), *_REGISTERED])
     if colon:
         if order is not None:
             raise ValueError(f"variant {name!r} names its order; order={order!r} came on top.")
@@ -124,15 +145,15 @@ def variant(name: str, *, order: int | None = None) -> Spec:
             )
         order = int(suffix)
     if order is None:
-        return _TABLE[family]
+        return spec
     if family not in FAMILIES:
         raise ValueError(
             f"variant {family!r} has no order (given: {order!r}); "
             f"those with one: {', '.join(FAMILIES)}."
         )
-    spec = dataclasses.replace(_TABLE[family], order=order)
+    spec = replace(spec, order=order)
     if spec.series == "taylor" and spec.row_sum and not spec.sign_definite:
-        return dataclasses.replace(spec, floor=_ODD_FLOOR)
+        return replace(spec, floor=_ODD_FLOOR)
     return spec
 
 
@@ -143,3 +164,53 @@ def resolve(spec: Spec | str) -> Spec:
     if isinstance(spec, str):
         return variant(spec)
     raise ValueError(f"spec must be an AttentionSpec or a variant's name, not {spec!r}.")
+
+
+def _find(name: str) -> Spec | None:
+    """The spec of a name without an order; packages are asked only for names unknown so far."""
+    name = _ALIASES.get(name, name)
+    for known in (_TABLE, _REGISTERED):
+        if name in known:
+            return known[name]
+    return _load(name) if name in _entry_points() else None
+
+
+def _check(name: object, spec: object) -> None:
+    if not isinstance(name, str) or not re.fullmatch("[A-Za-z0-9_-]+", name):
+        raise ValueError(f"A variant's name has letters, digits, '_' and '-' only, not {name!r}.")
+    if not isinstance(spec, Spec):
+        raise ValueError(f"variant {name!r} must be an AttentionSpec, not {spec!r}.")
+
+
+@functools.cache
+def _entry_points() -> dict[str, list[EntryPoint]]:
+    """Those of all installed packages, by the variant's name."""
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=GROUP):
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+@functools.cache
+def _load(name: str) -> Spec:
+    """The spec that packages give a name; ``ValueError`` names the package that has none for it."""
+    taken = _TABLE.get(_ALIASES.get(name, name))
+    for point in _entry_points()[name]:
+        package = point.dist.name if point.dist else "unknown"
+        try:
+            spec = point.load()
+            if callable(spec):
+                spec = spec()
+            if isinstance(spec, Mapping):
+                spec = Spec.from_dict(spec)
+            _check(name, spec)
+            if taken not in (None, spec):
+                raise ValueError(f"the name exists and is another spec: {taken}")
+        except Exception as error:  # it is the package's code
+            raise ValueError(
+                f"variant {name!r} of the package {package!r} ({point.value}) cannot be used: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        taken = spec
+    assert taken is not None
+    return taken

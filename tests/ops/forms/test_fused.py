@@ -150,7 +150,7 @@ def test_what_the_kernels_of_a_gpu_refuse(
     if reason:
         assert form != "fused"
         assert [str(w.message) for w in caught] == [
-            f"form='fused' cannot compute {reason}: {form!r} does instead."
+            f"form='fused' cannot compute {reason}: {form!r} is used instead."
         ]
         with pytest.raises(ValueError, match=f"cannot compute {reason} on cuda; those that can"):
             chosen(detached, "fused")

@@ -262,7 +262,7 @@ def test_memory_counts_monomials_and_the_states_kept_to_train(
     with pytest.raises(MemoryError, match="the largest order that fits is 2"):
         sr.attention(trained, x, x, "taylor:3", form="chunked")
     many = torch.zeros(1, 16, 600, 16)  # 16 query heads on one key: monomials of 17 columns each
-    with torch.no_grad(), pytest.raises(MemoryError, match="with what is needed"):
+    with torch.no_grad(), pytest.raises(MemoryError, match="with working memory"):
         sr.attention(many, many[:, :1], many[:, :1], "taylor:3", form="chunked")
     assert sr.attention(trained, x, x, "taylor:3").shape == x.shape  # auto takes another form
 

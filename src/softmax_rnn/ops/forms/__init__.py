@@ -1,5 +1,5 @@
-"""The forms of computing an attention: one file a form, one signature, one result.
+"""The forms: ways to compute an attention, a file each, with one signature and one result.
 
-Every form maps feature-mapped queries and keys and (gated) values to :class:`RowSums`. They agree
-to rounding; ``attention.py`` chooses.
+Every form turns feature-mapped queries and keys and (gated) values into :class:`RowSums`. The forms
+agree to rounding, and each is held to ``reference.attention``; ``dispatch.py`` chooses.
 """

@@ -1,6 +1,7 @@
 """Any series, memory linear in the length: blocks of queries against their visible keys.
 
-Scores are recomputed in a hand-written backward; only q, k, v and the row maxima are kept.
+The sums of equations 1 to 6 (``reference.attention``), for every spec. The backward pass recomputes
+the scores; only q, k, v and the row maxima are saved.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from softmax_rnn.ops.forms.first_order import first_order
-from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, in_own_precision
+from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, without_autocast
 from softmax_rnn.ops.forms.weight import Weight
 from softmax_rnn.ops.spec import AttentionSpec
 
-BLOCK = 128  # queries a block
-# Scores of one step, in elements: on a CPU they should stay in its cache.
+BLOCK = 128  # queries of a block
+# Scores of one step, in elements: on a CPU they should fit its cache.
 _CPU_SCORES, _GPU_SCORES = 2**21, 2**27
 
 
@@ -26,7 +27,7 @@ def blocked(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, causal: bool, mask: Tensor | None
 ) -> RowSums:
     """As :func:`softmax_rnn.ops.forms.dense.dense`, without the T x S weights."""
-    weight = Weight.of(spec, q.shape[-1], causal)
+    weight = Weight.from_spec(spec, q.shape[-1], causal)
     numerator, weight_sum, log_scale = _BlockedSums.apply(*first_order(q, k, v), mask, weight)
     return RowSums(numerator, weight_sum, log_scale if weight.shifted else None)
 
@@ -58,7 +59,7 @@ class _Blocks:
         self.future = hidden.triu(1)
 
     def grouped(self, x: Tensor) -> Tensor:
-        """[B, H, T, D] -> [B*Hkv, G, T, D]: the query heads of one key head stand together."""
+        """[B, H, T, D] -> [B*Hkv, G, T, D]: the query heads of one key head side by side."""
         return x.unflatten(1, (-1, self.groups)).flatten(0, 1)
 
     def __iter__(self) -> Iterator[_Step]:
@@ -80,7 +81,7 @@ class _Blocks:
         return q, q @ self.k[step.heads, : step.keys].transpose(1, 2)
 
     def hide(self, weights: Tensor, step: _Step, value: float) -> Tensor:
-        """Fill what a row may not see with ``value``, in place."""
+        """Fill the invisible keys of each row with ``value``, in place."""
         rows = step.stop - step.start
         grid = weights.unflatten(1, (self.groups, rows))
         if self.weight.causal:
@@ -137,7 +138,7 @@ class _BlockedSums(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @in_own_precision
+    @without_autocast
     def backward(
         ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
@@ -145,11 +146,8 @@ class _BlockedSums(torch.autograd.Function):
         weight: Weight = ctx.weight
         blocks = _Blocks(q, k, v, mask, weight)
         slope = weight.series.derivative()
-        dq, dk, dv = (
-            torch.zeros_like(blocks.q, dtype=blocks.dtype),
-            torch.zeros_like(blocks.k),
-            torch.zeros_like(blocks.v),
-        )
+        inputs = (blocks.q, blocks.k, blocks.v)
+        dq, dk, dv = (torch.zeros_like(x, dtype=blocks.dtype) for x in inputs)
         grad = None if grad is None else blocks.grouped(grad)
         grad_sum = None if grad_sum is None else blocks.grouped(grad_sum.unsqueeze(-1))
         for step in blocks:
@@ -178,10 +176,5 @@ class _BlockedSums(torch.autograd.Function):
             here = (step.heads, slice(None), slice(step.start, step.stop))
             dq[here] = (dscores @ blocks.k[keys]).mul_(weight.scale).view_as(dq[here])
             dk[keys] += dscores.transpose(1, 2) @ rows
-        return (
-            dq.view_as(q).to(q.dtype),
-            dk.view_as(k).to(k.dtype),
-            dv.view_as(v).to(v.dtype),
-            None,
-            None,
-        )
+        grads = (dx.view_as(x).to(x.dtype) for dx, x in ((dq, q), (dk, k), (dv, v)))
+        return (*grads, None, None)

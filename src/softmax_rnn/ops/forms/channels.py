@@ -1,11 +1,13 @@
-"""What the forms with a state share: columns of heads, and the weight sum as a value channel."""
+"""What the forms with a state share: one layout, and the weight sum as one more value channel.
+
+The state is section 3.1's ``H^n`` (``reference.power_rnn``), all powers stacked.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,17 +17,10 @@ from softmax_rnn.ops.monomials import degrees, dimension
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec
 
-Function = TypeVar("Function", bound=Callable[..., RowSums])
-
-
-def uncompiled(form: Function) -> Function:
-    """Leave a loop over tokens as it is: compiled, its graph would be as long as the sequence."""
-    return cast(Function, torch.compiler.disable(form))
-
 
 def supports(spec: AttentionSpec, device: str) -> bool:
-    """Finite series of the score itself: a clamp would not be an inner product any more."""
-    return spec.order is not None and spec.clamp is None
+    """Whatever has a state, on any device."""
+    return spec.has_state
 
 
 def to_columns(
@@ -39,34 +34,34 @@ def to_columns(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Scaled queries [N, D, G, T], keys [N, D, S], value channels [N, C, S], state [N, C, rows].
 
-    N is B * Hkv. With a row sum there is one more channel, of ones. A hidden key adds nothing to
-    any sum: its channels, the one included, are zero.
+    N is B * Hkv. With a row sum there is one more channel, of ones. All channels of a hidden key
+    are zero, so that it adds nothing to any sum.
     """
     dtype = compute_dtype(q.dtype)
     channels = v.to(dtype).mT
     if spec.row_sum is not None:
         channels = torch.cat([channels, channels.new_ones(*v.shape[:2], 1, v.shape[2])], dim=2)
     keys = k.to(dtype).mT
-    if mask is not None:  # not by a factor of zero: what is hidden may be NaN
+    if mask is not None:  # a factor of zero would keep a hidden NaN
         channels, keys = channels.masked_fill(~mask, 0.0), keys.masked_fill(~mask, 0.0)
     queries = q.to(dtype).unflatten(1, (k.shape[1], -1)).movedim(-1, 2)
     queries = queries.flatten(0, 1) * spec.score_scale(q.shape[-1])
     keys, channels = (x.flatten(0, 1).contiguous() for x in (keys, channels))
     if state is not None:
         return queries, keys, channels, state.flatten(0, 1)
-    if not keep_state:  # else the keys are to stay as they are
+    if not keep_state:  # a state holds the keys as they are
         queries, keys = _balanced(queries, keys)
     return queries, keys, channels, None
 
 
 def _balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys of like size, with the same products: high powers of either overflow.
+    """Queries and keys of equal size with the same products, as high powers of either overflow.
 
-    A power of two for each head, so that nothing is rounded.
+    The factor is a power of two for each head, so that nothing is rounded.
     """
-    largest = [x.detach().abs().flatten(1).amax(1) if x[0].numel() else None for x in (q, k)]
-    if largest[0] is None or largest[1] is None:
+    if not (q[0].numel() and k[0].numel()):
         return q, k
+    largest = [x.detach().abs().flatten(1).amax(1) for x in (q, k)]
     exponent = ((largest[0].log2() - largest[1].log2()) / 2).round()
     ratio = torch.where(exponent.isfinite(), exponent, 0.0).exp2()
     return q / ratio.view(-1, 1, 1, 1), k * ratio.view(-1, 1, 1)
@@ -87,23 +82,23 @@ class Terms(NamedTuple):
 
     @classmethod
     @functools.lru_cache(maxsize=64)
-    def of(cls, spec: AttentionSpec, width: int) -> Terms:
-        """Those of a spec."""
+    def from_spec(cls, spec: AttentionSpec, width: int) -> Terms:
+        """The powers of a spec."""
         first, last = degrees(spec)
-        coefficients = PowerSeries.of(spec).coefficients
+        coefficients = PowerSeries.from_spec(spec).coefficients
         assert coefficients is not None
         sizes = tuple(dimension(width, n) for n in range(first, last + 1))
         return cls(first, sizes, tuple(math.sqrt(a) for a in coefficients[first:]))
 
 
-def read_noise(q: Tensor, state: Tensor, terms: Terms, weights: Tensor) -> Tensor:
+def noise_bound(q: Tensor, state: Tensor, terms: Terms, weights: Tensor) -> Tensor:
     """The rounding error of a weight sum read from a state: [N, G * L] of queries [N, D, G * L].
 
-    The products with the monomials may cancel down to a small sum of ``w(q . k)``; their error
-    follows their size. Power by power that is at most ``|q|^n`` times the norm of the state's
-    monomials of that degree (Cauchy-Schwarz), however long the keys and short the queries.
+    The products with the monomials can cancel to a small sum of ``w(q . k)``; their rounding error
+    is relative to their size. For each power that is at most ``|q|^n`` times the norm of the
+    state's monomials of that degree (Cauchy-Schwarz), for any lengths of keys and queries.
     """
-    # Squares of high powers are beyond float32; devices without float64 have to do without.
+    # Squares of high powers overflow float32; a device without float64 has to use it.
     wide = q.dtype if q.device.type == "mps" else torch.float64
     squares = state[:, -1].to(wide).square() * weights
     norms = [part.sum(1, keepdim=True).sqrt() for part in squares.split(terms.sizes, dim=1)]
@@ -116,11 +111,11 @@ def read_noise(q: Tensor, state: Tensor, terms: Terms, weights: Tensor) -> Tenso
     return (_ROUNDING * torch.finfo(q.dtype).eps * noise).to(q.dtype)
 
 
-def closer(noise: Tensor, weight_sum: Tensor, row: Tensor, features: Tensor) -> Tensor:
-    """The noise [N, L], where a sum seems lost in it by the products themselves, not their bound.
+def tightened(noise: Tensor, weight_sum: Tensor, row: Tensor, features: Tensor) -> Tensor:
+    """The noise [N, L], from the products themselves where a sum is below their bound.
 
     Args:
-        noise: as :func:`read_noise` gives it.
+        noise: of :func:`noise_bound`.
         weight_sum: [N, L].
         row: [N, rows], the weighted state of the weight sum.
         features: [N, rows, L], the queries' monomials.
@@ -133,14 +128,14 @@ def closer(noise: Tensor, weight_sum: Tensor, row: Tensor, features: Tensor) -> 
     return noise.minimum(exact.to(noise.dtype))
 
 
-# Errors of so many products add up to some units in the last place.
+# The errors of many products add up to a few units in the last place.
 _ROUNDING = 4.0
 
 
 def from_columns(
     sums: Tensor, spec: AttentionSpec, k: Tensor, state: Tensor | None, noise: Tensor | None
 ) -> RowSums:
-    """[N, C, G, T], the state [N, C, rows] and the noise [N, G, T] back to what forms return."""
+    """[N, C, G, T], the state [N, C, rows] and the noise [N, G, T] in the layout of forms."""
     sums = sums.unflatten(0, k.shape[:2]).movedim(2, -1).flatten(1, 2)
     state = None if state is None else state.unflatten(0, k.shape[:2])
     if spec.row_sum is None:

@@ -1,4 +1,7 @@
-"""The definition, quadratic in time and memory: the oracle of every test."""
+"""All weights at once, quadratic in time and memory: what tests compare the other forms with.
+
+The sums of ``reference.attention``, and so of equations 1 to 6, for every spec.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from softmax_rnn.ops.spec import AttentionSpec
 def dense(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, causal: bool, mask: Tensor | None
 ) -> RowSums:
-    """Every weight at once, [B, H, T, S], left to autograd.
+    """The weights as one tensor [B, H, T, S]; autograd does the rest.
 
     Args:
         q: feature-mapped queries [B, H, T, D].
@@ -28,7 +31,7 @@ def dense(
     q = q.to(dtype)
     k = k.to(dtype).repeat_interleave(groups, dim=1)
     v = v.to(dtype).repeat_interleave(groups, dim=1)
-    weight = Weight.of(spec, q.shape[-1], causal)
+    weight = Weight.from_spec(spec, q.shape[-1], causal)
     scores = weight.scale * (q @ k.transpose(-1, -2))
     if weight.clamp is not None:
         scores = scores.clamp(max=weight.clamp)

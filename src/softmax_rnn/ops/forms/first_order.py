@@ -1,4 +1,4 @@
-"""Derivatives that a hand-written backward pass does not have: an error in place of wrong ones."""
+"""An error for derivatives that a hand-written backward pass does not have."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch.autograd.forward_ad import unpack_dual
 
 Tensors = TypeVarTuple("Tensors")
 
-_ADVICE = "the form in use has first derivatives in reverse mode alone; form='dense' has all."
+_ADVICE = "the form in use has only first derivatives in reverse mode; form='dense' has all."
 
 
 def first_order(*inputs: *Tensors) -> tuple[*Tensors]:
-    """The tensors as they are, of which only first derivatives in reverse mode can be taken.
+    """The tensors unchanged, but a derivative other than the first in reverse mode is an error.
 
-    PyTorch drops a second derivative without a word where the gradient of an output is a constant
-    (``torch.autograd.grad(out.sum(), q, create_graph=True)``), and the tangents of an operator of
-    our own. A compiled model says so itself.
+    PyTorch silently drops a second derivative where the gradient of an output is a constant
+    (``torch.autograd.grad(out.sum(), q, create_graph=True)``), and the tangents of a custom
+    operator. A compiled model raises an error of its own.
 
     Args:
-        inputs: what a form saves for its backward pass, so that this keeps no memory of its own;
-            ``None`` stays.
+        inputs: what a form saves for its backward pass, so that this needs no further memory;
+            ``None`` stays ``None``.
 
     Raises:
-        NotImplementedError: from the derivative that is not there, naming the form that has it.
+        NotImplementedError: when the missing derivative is taken, naming the form that has it.
     """
     given = [x for x in inputs if isinstance(x, Tensor)]
     if torch.compiler.is_compiling() or not any(map(differentiated, given)):
@@ -37,7 +37,7 @@ def first_order(*inputs: *Tensors) -> tuple[*Tensors]:
 
 
 def differentiated(x: Tensor) -> bool:
-    """Whether a derivative by ``x`` may be asked for, in reverse or forward mode."""
+    """Whether ``x`` needs a derivative, in reverse or forward mode."""
     backward = x.requires_grad and torch.is_grad_enabled()
     return backward or unpack_dual(x).tangent is not None
 
@@ -55,7 +55,7 @@ class _FirstOrder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        if not torch.is_grad_enabled():  # no graph of the gradients was asked for
+        if not torch.is_grad_enabled():  # no graph of the gradients is needed
             return grads
         saved = ctx.saved_tensors
         return cast(tuple[Tensor, ...], _NotTwice.apply(*grads, *saved)[: len(grads)])
@@ -66,7 +66,7 @@ class _FirstOrder(torch.autograd.Function):
 
 
 class _NotTwice(torch.autograd.Function):
-    """Gradients, and what they depend on, as they are: an error where they are differentiated."""
+    """Gradients and what they depend on, unchanged; differentiating them is an error."""
 
     generate_vmap_rule = True
 

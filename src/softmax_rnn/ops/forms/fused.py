@@ -1,10 +1,11 @@
 """The exponential on PyTorch's fused kernels, at their speed and memory.
 
-Three identities (docs/design.md) carry every exp variant without a clamp, on a CPU or a GPU:
+The sums of equations 1, 5 and 6 (``reference.attention``), for every exp variant without a clamp,
+on a CPU or a GPU. Three identities (docs/design.md) make that possible:
 
 1. A norm that ignores positive scale gives the same for the numerator as for softmax's output.
 2. ``N = out * exp(lse)`` with the kernel's output and log-sum-exp.
-3. The kernel's backward subtracts ``delta = rowsum(grad_out * out)``, which is nothing but the
+3. The kernel's backward subtracts ``delta = rowsum(grad_out * out)``, which is the
    gradient through the denominator. With numerator ``out``, weight sum 1 and log-scale ``lse``
    (constant), the gradient of the weight sum takes its place: ``delta = -grad_weight_sum``.
    Zero gives the un-normalised sum and the paper's detached denominator.
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from softmax_rnn.ops.forms.first_order import first_order
-from softmax_rnn.ops.forms.row_sums import RowSums, in_own_precision, visible
+from softmax_rnn.ops.forms.row_sums import RowSums, visible, without_autocast
 from softmax_rnn.ops.spec import AttentionSpec
 
 _aten = torch.ops.aten
@@ -34,7 +35,7 @@ def supports(spec: AttentionSpec, device: str) -> bool:
 
 
 def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
-    """What of these tensors the flash kernels of a GPU do not take, if anything."""
+    """What of these tensors the flash kernels of a GPU cannot take, if anything."""
     if not q.is_cuda or spec.up_to_row_scale:  # SDPA finds a kernel for those
         return ""
     width = max(q.shape[-1], v.shape[-1])
@@ -58,19 +59,19 @@ def fused(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, causal: bool, mask: Tensor | None
 ) -> RowSums:
     """As :func:`softmax_rnn.ops.forms.dense.dense`, on the fused kernels; never overflows."""
-    q, k = q.to(v.dtype), k.to(v.dtype)  # the kernels want one type; features may be wider
+    q, k = q.to(v.dtype), k.to(v.dtype)  # the kernels need one type; features may be wider
     queries, keys, width = q.shape[-2], k.shape[-2], v.shape[-1]
     scale = spec.score_scale(q.shape[-1])
     on_gpu = q.is_cuda and not spec.up_to_row_scale
-    if scale < 0:  # the kernels multiply the mask by it too
+    if scale < 0:  # the kernels would also multiply the mask by it
         q, scale = -q, -scale
     if queries == 1 and causal:
-        causal = False  # the one query is aligned to the last key: it sees all
+        causal = False  # the query at the last position sees every key
     if causal and (mask is not None or queries != keys) and not on_gpu:
-        # The kernels take either their own triangle, aligned to the first keys, or a mask; but the
-        # flash kernel of a GPU aligns it to the last keys, as we do, and takes none.
+        # The kernels take a mask or their own triangle, aligned to the first keys. A GPU's flash
+        # kernel aligns it to the last keys, as we do, and takes no mask.
         mask, causal = visible(queries, keys, True, mask, q.device), False
-    # The kernels want keys and values of one width; zeros change no score and no used value.
+    # The kernels need keys and values of one width; zeros change no score, and are cut off values.
     padded = max(q.shape[-1], width)
     if on_gpu:  # and multiples of 8
         padded += -padded % 8
@@ -91,9 +92,9 @@ def fused(
 
 
 def _row_by_row(x: Tensor) -> Tensor:
-    """As the kernels read memory, whatever the strides say: the numbers of a row side by side.
+    """With the numbers of a row side by side, as the kernels read memory whatever the strides.
 
-    SDPA would take the N x N way instead.
+    SDPA would fall back to its quadratic kernel.
     """
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -114,9 +115,9 @@ class _FlashSums(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         out, lse, *random = _flash(on_gpu, q, k, v, mask, causal, scale)
         if mask is not None:
-            # A row that sees no key: the kernel says lse = 0, but its weights sum to zero.
-            seen = mask.isfinite().any(-1).expand_as(lse)
-            weight_sum = seen.to(lse.dtype)
+            # For a row that sees no key the kernel has lse = 0, but its weights sum to zero.
+            has_key = mask.isfinite().any(-1).expand_as(lse)
+            weight_sum = has_key.to(lse.dtype)
         else:
             weight_sum = torch.ones_like(lse)
         ctx.save_for_backward(q, k, v, mask, lse, *random)
@@ -127,7 +128,7 @@ class _FlashSums(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @in_own_precision
+    @without_autocast
     def backward(
         ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
@@ -135,7 +136,7 @@ class _FlashSums(torch.autograd.Function):
         if grad is None:
             grad = q.new_zeros(*q.shape[:-1], v.shape[-1])
         grad = _row_by_row(grad)
-        # Any `out` with rowsum(grad * out) = -grad_sum will do: the one along grad.
+        # Any `out` with rowsum(grad * out) = -grad_sum serves; this one is parallel to grad.
         if grad_sum is None:
             out = torch.zeros_like(grad)
         else:
@@ -145,14 +146,15 @@ class _FlashSums(torch.autograd.Function):
             length = direction.square().sum(-1, keepdim=True)
             length = length.masked_fill(length == 0, 1)
             out = (-direction * (grad_sum.unsqueeze(-1) / largest / length)).to(grad.dtype)
-        grads = _flash_backward(grad, q, k, v, out, lse, mask, ctx.causal, ctx.scale, *random)
+        tensors = (grad, q, k, v, out, lse)
+        grads = _flash_backward(tensors, random, mask, ctx.causal, ctx.scale)
         return (*grads, None, None, None, None)
 
 
 def _flash(
     on_gpu: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
-    """Softmax output and log-sum-exp; on a GPU also the state of a dropout, for the backward."""
+    """Softmax output and log-sum-exp; on a GPU also the dropout state that the backward takes."""
     if not on_gpu:
         flash = _aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
@@ -163,22 +165,17 @@ def _flash(
 
 
 def _flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    tensors: tuple[Tensor, ...],
+    random: list[Tensor],
     mask: Tensor | None,
     causal: bool,
     scale: float,
-    *random: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given = (grad, q, k, v, out, lse)
+    """The gradients of q, k and v; ``tensors`` are grad, q, k, v, out and lse."""
     if not random:
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return backward(*given, 0.0, causal, attn_mask=mask, scale=scale)
+        return backward(*tensors, 0.0, causal, attn_mask=mask, scale=scale)
     backward = _aten._scaled_dot_product_flash_attention_backward
-    packed = (None, None)  # where sequences start, were they packed without padding
-    lengths = (q.shape[2], k.shape[2])
-    return backward(*given, *packed, *lengths, 0.0, causal, *random, scale=scale)
+    packed = (None, None)  # where packed sequences start: not used
+    lengths = (tensors[1].shape[2], tensors[2].shape[2])
+    return backward(*tensors, *packed, *lengths, 0.0, causal, *random, scale=scale)

@@ -1,4 +1,4 @@
-"""What every form returns, and what every form needs to know of the visible keys."""
+"""What every form returns, and helpers of all forms: precision, visible keys."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from softmax_rnn.ops.compiler import constant_when_compiled
+
 
 class RowSums(NamedTuple):
     """The sums over the visible keys of each query row, up to a factor ``exp(log_scale)``.
@@ -17,13 +19,13 @@ class RowSums(NamedTuple):
     Attributes:
         numerator: ``sum_s w(s) v_s`` times ``exp(-log_scale)``; [B, H, T, E].
         weight_sum: ``sum_s w(s)`` times ``exp(-log_scale)``; [B, H, T]. ``None`` where the form
-            was told it is not needed; if it was asked for the numerator only up to a positive
-            factor a row, the numerator is then already divided by it.
+            need not compute it. If the spec fixes the numerator only up to a positive factor per
+            row, the numerator may then be divided by it already.
         log_scale: [B, H, T], or ``None`` for 0. A constant to autograd: the gradients of the
             other two are those of the true sums times ``exp(-log_scale)``.
-        state: the state after the last key, where a form that has one was asked to keep it.
-        noise: [B, H, T], the size of the rounding error of the weight sum where it was read from
-            a state, whose monomials may cancel; ``None`` where every weight was computed.
+        state: the state after the last key, if a form with a state was asked for it.
+        noise: [B, H, T], the rounding error of a weight sum read from a state, whose monomials can
+            cancel; ``None`` where every weight was computed.
     """
 
     numerator: Tensor
@@ -36,8 +38,8 @@ class RowSums(NamedTuple):
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 
 
-def in_own_precision(backward: Backward) -> Backward:
-    """Keep autocast out of a hand-written backward pass, which may run within it."""
+def without_autocast(backward: Backward) -> Backward:
+    """Disable autocast in a hand-written backward pass, which may run under it."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
@@ -49,12 +51,12 @@ def in_own_precision(backward: Backward) -> Backward:
 
 
 def no_autocast(device: str) -> AbstractContextManager[None]:
-    """Sums choose their own precision; some devices (meta) have no autocast to keep out."""
+    """Disable autocast: sums choose their precision. Some devices (meta) have no autocast."""
     return torch.autocast(device, enabled=False) if _has_autocast(device) else nullcontext()
 
 
-# Older versions of torch.compile cannot look inside.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+# Older versions of torch.compile cannot trace this.
+@constant_when_compiled
 def _has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 

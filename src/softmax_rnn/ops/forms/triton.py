@@ -1,7 +1,8 @@
 """Any series on a GPU, memory linear in the length: the blocked form as Triton kernels.
 
-Neither scores nor features leave the chip, forward or backward; only q, k, v and, for an exp that
-might overflow, the row maxima are kept. The kernels are imported at the first call.
+The sums of equations 1 to 6 (``reference.attention``). Scores and features stay on the chip in both
+passes; only q, k, v and, for an exp that might overflow, the row maxima are saved. The kernels are
+imported at the first call.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from softmax_rnn.ops.forms.channels import uncompiled
+from softmax_rnn.ops.compiler import uncompiled
 from softmax_rnn.ops.forms.first_order import first_order
 from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype
 from softmax_rnn.ops.forms.weight import Weight
 from softmax_rnn.ops.spec import AttentionSpec
 
 MAX_WIDTH = 256
-MAX_FLOAT64_COSINE = 128  # tiles of wider ones are beyond the memory on the chip of an A100
-MAX_ORDER = 64  # of a series: its steps are unrolled
-# Rows of the tile that stays and of those it meets, warps and pipeline stages, to choose from: by
-# the bytes of a row that products take, where the products are not of tensor cores twice as many.
-# Of each size the last choice fits the memory of the chip (compute capability 8.0 and 9.0).
+MAX_FLOAT64_COSINE = 128  # wider tiles exceed the shared memory of an A100
+MAX_ORDER = 64  # of a series, since Horner's rule is unrolled
+# Choices for the autotuner: rows of the resident tile and of the tiles it is multiplied with, warps
+# and pipeline stages. The key is the bytes of a row of factors (doubled without tensor cores). The
+# last choice of each key fits the shared memory of compute capabilities 8.0 and 9.0.
 _TILES = {
     128: [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)],
     256: [(128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)],
@@ -37,7 +38,7 @@ _TILES = {
     1024: [(32, 32, 4, 2), (32, 32, 8, 1), (32, 16, 4, 1)],
     4096: [(16, 16, 4, 1), (16, 16, 8, 1)],
 }
-_LONG = 512  # queries from which tiles are chosen anew
+_LONG = 512  # queries from which the autotuner chooses again
 _INSTALLED = importlib.util.find_spec("triton") is not None
 
 
@@ -49,7 +50,7 @@ def supports(spec: AttentionSpec, device: str) -> bool:
 
 
 def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
-    """What of these tensors is beyond the kernels, or nothing."""
+    """What of these tensors the kernels cannot take, if anything."""
     width = max(q.shape[-1], v.shape[-1])
     if width > MAX_WIDTH:
         return f"heads of width {width}"
@@ -61,17 +62,17 @@ def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> s
     return ""
 
 
-@uncompiled  # the autotuner times what it launches: that is not for tracing
+@uncompiled  # the autotuner times its launches, which cannot be traced
 def triton(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, causal: bool, mask: Tensor | None
 ) -> RowSums:
     """As :func:`softmax_rnn.ops.forms.dense.dense` of raw q and k, without T x S weights, on a GPU.
 
-    Deterministic for a given choice of tiles, which the autotuner makes anew in each process. Half
+    Deterministic for given tiles, which the autotuner chooses in each process. Half
     types accumulate in float32; float32 products are exact unless PyTorch's own may be in TF32
     (``torch.backends.cuda.matmul.fp32_precision``).
     """
-    weight = Weight.of(spec, q.shape[-1], causal)
+    weight = Weight.from_spec(spec, q.shape[-1], causal)
     return RowSums(*_TritonSums.apply(*first_order(q, k, v), mask, weight, spec.feature_map))
 
 
@@ -121,7 +122,7 @@ def _launch(
     weight: Weight,
     feature_map: str,
 ) -> None:
-    """Run a kernel, a program for every tile and head; q, k, v and mask lead ``tensors``."""
+    """Run a kernel with one program per tile and head; q, k, v, mask come first in ``tensors``."""
     q, k, v, mask = tensors[:4]
     assert q is not None
     assert k is not None
@@ -164,7 +165,7 @@ def _launch(
 
 
 def _products(dtype: torch.dtype) -> tuple[str, int]:
-    """How products of inputs of a type are computed, and the bytes of a factor by _TILES."""
+    """The precision of products of a type, and the bytes of a factor in terms of _TILES."""
     if dtype == torch.bfloat16:
         return "ieee", 2
     tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -174,7 +175,7 @@ def _products(dtype: torch.dtype) -> tuple[str, int]:
 
 
 def _kernel(name: str, row_bytes: int) -> tuple[Any, dict[str, int]]:
-    """The kernel and its tiles: the autotuner's choice, but small ones in the interpreter."""
+    """The kernel and its tiles: small ones in the interpreter, else the autotuner chooses."""
     kernels = importlib.import_module("softmax_rnn.ops.forms.triton_kernels")
     if kernels.INTERPRETED:
         return getattr(kernels, name), {"BLOCK_T": 16, "BLOCK_S": 32}
@@ -183,9 +184,9 @@ def _kernel(name: str, row_bytes: int) -> tuple[Any, dict[str, int]]:
 
 @functools.cache
 def _autotuned(kernels: ModuleType, name: str, row_bytes: int) -> Any:
-    stays, meets = ("BLOCK_S", "BLOCK_T") if name == "key_grads" else ("BLOCK_T", "BLOCK_S")
+    resident, other = ("BLOCK_S", "BLOCK_T") if name == "key_grads" else ("BLOCK_T", "BLOCK_S")
     configs = [
-        kernels.triton.Config({stays: a, meets: b}, num_warps=warps, num_stages=stages)
+        kernels.triton.Config({resident: a, other: b}, num_warps=warps, num_stages=stages)
         for a, b, warps, stages in _TILES[row_bytes]
     ]
     key = ["BLOCK_D", "BLOCK_E", "MAP", "CAUSAL", "PRECISION", "LONG"]

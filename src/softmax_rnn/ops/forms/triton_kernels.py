@@ -1,13 +1,13 @@
 """The kernels of the triton form: the sums, and the gradients of q and of k and v.
 
-One program takes a tile of rows and walks over the tiles that it meets: queries over their visible
+One program holds a tile of rows and loops over the other side's tiles: queries over their visible
 keys (the sums, the gradient of q), or keys over the queries that see them (the gradients of k and
 v, summed over the query heads of the group). Each output is written by one program, so results do
-not depend on the order of programs. Tiles wholly in the future are not visited, and those that
-every row sees whole are visited without looking at positions.
+not depend on the order of programs. Tiles wholly in the future are skipped, and tiles that
+every row sees whole need no check of positions.
 
-Queries and keys are mapped by ``phi``, which MAP names, as they are loaded, their gradients mapped
-back before they are stored: features stay on the chip. A score ``s = SCALE * phi(q) . phi(k)`` has
+Queries and keys are mapped by ``phi`` (MAP) as they are loaded, and their gradients mapped back
+before they are stored: features stay on the chip. A score ``s = SCALE * phi(q) . phi(k)`` has
 the weight ``w(min(s, CLAMP))``: the power series of COEFFICIENTS, unrolled by Horner's rule, or exp
 where they are None. Where that exp might overflow the row ``maximum`` is taken out of its exponent;
 no other weight needs one.
@@ -62,7 +62,7 @@ def _store(base, rows, strides, length, tile, WIDTH: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _length(x):
-    """What cosine divides rows by, [rows, 1]: their lengths, but for those that are too short."""
+    """The divisors of cosine, [rows, 1]: lengths, at least a minimum; and which are below it."""
     length = tl.sqrt(tl.sum(x * x, 1))[:, None]
     short = length < _LEAST_LENGTH
     return tl.where(short, _LEAST_LENGTH, length), short
@@ -84,16 +84,16 @@ def _load_features(
             x = tl.where(x < 0, 0.0, x)
         elif MAP == "cosine":
             size, _ = _length(x)
-            x = x * (1 / size)  # a division a row
+            x = x * (1 / size)  # one division per row
         tile = x.to(tile.dtype)
     return tile
 
 
 @triton.jit
-def _unmapped(
+def _map_backward(
     grad, base, rows, strides, length, MAP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """From the gradient of the features of rows that of the rows, which are loaded anew."""
+    """The gradient of rows from that of their features; the rows are loaded again."""
     if MAP != "identity":
         x = _load(base, rows, strides, length, WIDTH, BLOCK).to(grad.dtype)
         if MAP == "elu1":
@@ -120,18 +120,18 @@ def _add_product(total, a, b, PRECISION: tl.constexpr):
 @triton.jit
 def _visible(mask, strides, queries, keys, T, S, CAUSAL: tl.constexpr, BY_QUERY: tl.constexpr):
     """Which pairs count; ``queries`` and ``keys`` are positions that broadcast to the tile."""
-    seen = (queries < T) & (keys < S)
+    visible = (queries < T) & (keys < S)
     if CAUSAL:
-        seen = seen & (keys <= queries + (S - T))
+        visible = visible & (keys <= queries + (S - T))
     if mask is not None:
         offsets = keys.to(tl.int64) * strides[3]
         if BY_QUERY:
             offsets = offsets + queries.to(tl.int64) * strides[2]
-            shown = tl.load(mask + offsets, mask=seen, other=0)
-        else:  # read once a tile, not once a row
+            shown = tl.load(mask + offsets, mask=visible, other=0)
+        else:  # read once per tile, not per row
             shown = tl.load(mask + offsets, mask=keys < S, other=0)
-        seen = seen & (shown != 0)
-    return seen
+        visible = visible & (shown != 0)
+    return visible
 
 
 @triton.jit
@@ -176,7 +176,7 @@ def _weights_and_slopes(
 def _own_tile(length, heads, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):
     """The first row of a program's tile, its head among those of the batch, batch and head.
 
-    Long programs start first: the last queries meet the most keys, the first keys the most queries.
+    Long programs start first: the last queries see the most keys, the first keys are seen the most.
     """
     tiles = tl.cdiv(length, BLOCK)
     tile = tl.program_id(0) % tiles
@@ -262,12 +262,12 @@ def sums(
             scores = _product(q_tile, tl.trans(k_tile), SUM, PRECISION) * SCALE
             scores = _clamped(scores, CLAMP)
             if EDGE:
-                seen = _visible(
+                visible = _visible(
                     mask, mask_strides, queries[:, None], keys[None, :], T, S, CAUSAL, BY_QUERY
                 )
             if maximum is not None:
                 if EDGE:
-                    scores = tl.where(seen, scores, float("-inf"))
+                    scores = tl.where(visible, scores, float("-inf"))
                 higher = tl.maximum(top, tl.max(scores, 1))
                 shift = tl.where(higher == float("-inf"), 0.0, higher)
                 weights = tl.exp(scores - shift[:, None])
@@ -278,7 +278,7 @@ def sums(
             else:
                 weights = _series(scores, COEFFICIENTS)
                 if EDGE:
-                    weights = tl.where(seen, weights, 0.0)
+                    weights = tl.where(visible, weights, 0.0)
             total += tl.sum(weights, 1)
             out = _add_product(out, weights, v_tile, PRECISION)
     numerator = _head(numerator, numerator_strides, batch, head)
@@ -329,12 +329,12 @@ def query_grads(
             _, slopes = _weights_and_slopes(scores, shift, COEFFICIENTS, SLOPE, CLAMP)
             dscores = slopes * dweights
             if EDGE:
-                seen = _visible(
+                visible = _visible(
                     mask, mask_strides, queries[:, None], keys[None, :], T, S, CAUSAL, BY_QUERY
                 )
-                dscores = tl.where(seen, dscores, 0.0)
+                dscores = tl.where(visible, dscores, 0.0)
             out = _add_product(out, dscores, k_tile.to(FACTOR), PRECISION)
-    out = _unmapped(out * SCALE, q, queries, q_strides, T, MAP, D, BLOCK_D)
+    out = _map_backward(out * SCALE, q, queries, q_strides, T, MAP, D, BLOCK_D)
     _store(_head(dq, dq_strides, batch, head), queries, dq_strides, T, out, D, BLOCK_D)
 
 
@@ -385,13 +385,13 @@ def key_grads(
                 dscores = slopes * dweights
                 if EDGE:
                     across = queries[None, :]
-                    seen = _visible(
+                    visible = _visible(
                         mask_head, mask_strides, across, keys[:, None], T, S, CAUSAL, BY_QUERY
                     )
-                    weights = tl.where(seen, weights, 0.0)
-                    dscores = tl.where(seen, dscores, 0.0)
+                    weights = tl.where(visible, weights, 0.0)
+                    dscores = tl.where(visible, dscores, 0.0)
                 dv_out = _add_product(dv_out, weights, grad_tile, PRECISION)
                 dk_out = _add_product(dk_out, dscores, q_tile.to(FACTOR), PRECISION)
-    dk_out = _unmapped(dk_out * SCALE, k, keys, k_strides, S, MAP, D, BLOCK_D)
+    dk_out = _map_backward(dk_out * SCALE, k, keys, k_strides, S, MAP, D, BLOCK_D)
     _store(_head(dk, dk_strides, batch, kv_head), keys, dk_strides, S, dk_out, D, BLOCK_D)
     _store(_head(dv, dv_strides, batch, kv_head), keys, dv_strides, S, dv_out, E, BLOCK_E)

@@ -1,4 +1,4 @@
-"""The weight of a key for a query, as the forms that compute scores in blocks need it."""
+"""The weight of a key for a query, for the forms that compute scores (``reference.weight``)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ class Weight(NamedTuple):
     scale: float
     clamp: float | None
     causal: bool
-    shifted: bool  # whether the row maximum is taken out of the exponent
+    shifted: bool  # whether the row maximum is subtracted in the exponent
 
     @classmethod
-    def of(cls, spec: AttentionSpec, width: int, causal: bool) -> Weight:
+    def from_spec(cls, spec: AttentionSpec, width: int, causal: bool) -> Weight:
         """The weight of a spec for keys of a width."""
         unsafe = spec.clamp is None or spec.clamp > _SAFE_SCORE or spec.is_quotient
         shifted = spec.series == "exp" and unsafe
-        return cls(PowerSeries.of(spec), spec.score_scale(width), spec.clamp, causal, shifted)
+        return cls(
+            PowerSeries.from_spec(spec), spec.score_scale(width), spec.clamp, causal, shifted
+        )
