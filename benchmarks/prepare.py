@@ -32,8 +32,8 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks import measure
 from softmax_rnn.data import load_tokenizer, prepare
-from softmax_rnn.data.corpus import corpus_files
-from softmax_rnn.data.encoding import AT_ONCE, Encoder
+from softmax_rnn.data.readers import corpus_files
+from softmax_rnn.data.tokenise import BATCH, Encoder
 from softmax_rnn.data.tokenizer import END_OF_TEXT
 
 LEAST_SPEED = 0.8  # a worker, of the tokenizer's own
@@ -67,12 +67,11 @@ def learn_tokenizer(texts: Sequence[str], path: Path) -> None:
 
 def alone(texts: Sequence[str], encoder: Encoder) -> float:
     """Tokens a second of the tokenizer itself, on a quarter of the texts."""
-    tokenizer, tokens, began = encoder.start(), 0, time.perf_counter()
-    for start in range(0, max(1, len(texts) // 4), AT_ONCE):  # more at once are slower
-        batch = tokenizer.encode_batch_fast(
-            texts[start : start + AT_ONCE], add_special_tokens=False
-        )
-        tokens += sum(map(len, batch))
+    tokens, began = 0, time.perf_counter()
+    for start in range(0, max(1, len(texts) // 4), BATCH):
+        batch = texts[start : start + BATCH]
+        encodings = encoder.tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        tokens += sum(map(len, encodings))
     return tokens / (time.perf_counter() - began)
 
 
@@ -126,7 +125,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         tokenizer = arguments.tokenizer or str(Path(root, "bpe"))
         if not arguments.tokenizer:
             learn_tokenizer(texts, Path(tokenizer))
-        encoder = Encoder.of(load_tokenizer(tokenizer))
+        encoder = Encoder(load_tokenizer(tokenizer))
         make = partial(prepared, str(corpus), tokenizer)
         own: list[float] = []
         speeds: dict[int, list[float]] = {count: [] for count in arguments.workers}

@@ -32,9 +32,17 @@ class ProgressBar:
         label: what is being done.
         total: the number of things to do; None while it is not known.
         completed: how many of them were done before.
+        transient: whether the bar disappears at the end.
     """
 
-    def __init__(self, label: str, total: float | None = None, completed: float = 0) -> None:
+    def __init__(
+        self,
+        label: str,
+        total: float | None = None,
+        completed: float = 0,
+        *,
+        transient: bool = False,
+    ) -> None:
         self._label, self._text = label, ""
         self._printed = time.monotonic()
         self._live = console.is_terminal
@@ -48,6 +56,7 @@ class ProgressBar:
             TimeRemainingColumn(),
             console=console,
             speed_estimate_period=60,
+            transient=transient,
             disable=not self._live,
         )
         self._task = self._progress.add_task(label, total=total, completed=int(completed), text="")
@@ -75,4 +84,5 @@ class ProgressBar:
         task = self._progress.tasks[0]
         seconds = task.time_remaining
         left = "" if seconds is None else f", {int(seconds) // 60} min {int(seconds) % 60} s left"
-        notice(f"{self._label}: {task.percentage:.0f}%  {text}{left}")
+        share = "" if task.total is None else f"{task.percentage:.0f}%  "
+        notice(f"{self._label}: {share}{text}{left}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -46,5 +47,8 @@ def validated(kind: Any, data: Any, where: object = "") -> Any:
     prefix = f"{where}: " if str(where) else ""
     if first["type"] == "missing":
         raise ValueError(f"{prefix}{place} is missing.")
-    expected = first["msg"].removeprefix("Input should be ")
-    raise ValueError(f"{prefix}{place or 'it'} must be {expected}, not {shown(first['input'])}.")
+    if first["type"] == "extra_forbidden":
+        raise ValueError(f"{prefix}{place} is not a known field.")
+    # Such as "Input should be ...", "List should have at least 1 item after validation, not 0".
+    required = re.sub(r"^\w+ should ", "must ", first["msg"]).partition(" after validation")[0]
+    raise ValueError(f"{prefix}{place or 'it'} {required}, not {shown(first['input'])}.")

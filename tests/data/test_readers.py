@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,9 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from softmax_rnn.data.corpus import CorpusError, corpus_files, read_documents
+from softmax_rnn.data.readers import CorpusError, corpus_files, documents, read_passages
 
 DOCUMENTS = ["one\ntwo", "drei – vier", "五"]
+
+
+def read_documents(path: Path, column: str) -> Iterator[str]:
+    return documents(read_passages(path, column))
 
 
 def json_lines() -> bytes:
@@ -77,7 +82,7 @@ def test_a_file_is_a_file_whatever_its_name(texts: Path) -> None:
     ("name", "data", "message"),
     [
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl, line 1: .*half a surrogate"),
-        ("a.parquet.gz", b"", "a.parquet.gz is Parquet packed with gzip: unpack it first"),
+        ("a.parquet.gz", b"", "a.parquet.gz is Parquet compressed with gzip: decompress it first"),
         ("a.txt", b"\xff\xfe\x00", "a.txt is not text in UTF-8"),
         ("a.jsonl", b'{"text": "x"}\n{oops\n', "a.jsonl, line 2: not JSON"),
         ("a.jsonl", b'{"body": "x"}\n', "no text under 'text' .found: body.*--text_column"),
@@ -118,7 +123,7 @@ def test_parquet_without_the_column_lists_the_others(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match="no column 'text' .found: body"):
         list(read_documents(tmp_path / "a.parquet", "text"))
     pq.write_table(pa.table({"text": pa.array([None], pa.string())}), tmp_path / "b.parquet")
-    with pytest.raises(CorpusError, match="holds None, not text"):
+    with pytest.raises(CorpusError, match="contains None, not text"):
         list(read_documents(tmp_path / "b.parquet", "text"))
 
 

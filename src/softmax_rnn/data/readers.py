@@ -1,4 +1,9 @@
-"""Documents out of local files: text, JSON lines and Parquet, plain or compressed."""
+"""Read documents from local files: text, JSON lines and Parquet, plain or compressed.
+
+The JSON reader of `datasets` does not replace the one below. On 150 MB it took 1.2 to 2.2 times as
+long; it reads the number 5 as the text "5" and a missing key as null, and its errors give no line
+of the file. Its Parquet reader is as fast as the one below and would save no code.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +13,20 @@ import io
 import json
 import sysconfig
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 import pyarrow.parquet
 from fsspec.compression import compr
 from fsspec.utils import infer_compression
 
 STDLIB = "stdlib"
-PASSAGE = 2**20  # characters of a long text read at once
-# Tests and bundled packages differ between distributions of Python; the library hardly does.
+PASSAGE = 2**20  # characters of a text file that are read at once
+# Distributions of Python differ in their tests and bundled packages, hardly in the library itself.
 _STDLIB_SKIPS = {
-    "__pycache__",
-    "dist-packages",
-    "ensurepip",
-    "idle_test",
-    "lib2to3",
-    "site-packages",
-    "test",
-    "tests",
+    *("__pycache__", "dist-packages", "site-packages"),
+    *("ensurepip", "idle_test", "lib2to3", "test", "tests"),
 }
 
 
@@ -36,31 +35,33 @@ class CorpusError(ValueError):
 
 
 class Passage(NamedTuple):
-    """A document, or a piece of a long one.
+    """A document, or a part of a long one.
 
     Attributes:
-        text: never empty, unless the document is.
+        text: empty only if the document is empty.
         ends: whether the document ends with it.
-        share: share of the file that was read by then, 0 to 1.
+        share: share of the file, or of the source, that has been read: 0 to 1, or None if unknown.
+        bookmark: where a source must start reading to reach this passage again.
     """
 
     text: str
     ends: bool
-    share: float
+    share: float | None = None
+    bookmark: dict[str, Any] | None = None
 
 
 def corpus_files(corpus: str) -> list[Path]:
     """The files of a corpus, sorted.
 
     Args:
-        corpus: ``stdlib`` (the source text of this Python's standard library), a file, a folder
-            (every file below it) or a glob (``**`` reaches into folders). Folders and globs leave
-            out hidden files and empty ones.
+        corpus: ``stdlib`` (the source code of this Python's standard library), a file, a folder
+            (with its subfolders) or a glob (``**`` matches subfolders). Hidden and empty files of
+            folders and globs are skipped.
 
     Raises:
-        CorpusError: if there is none, or the one named is empty.
+        CorpusError: if there is no file, or the named file is empty.
     """
-    if Path(corpus).is_file():  # whatever wildcards its name may hold
+    if Path(corpus).is_file():  # also if its name contains wildcards
         if Path(corpus).stat().st_size == 0:
             raise CorpusError(f"The corpus file {corpus} is empty.")
         return [Path(corpus)]
@@ -71,7 +72,7 @@ def corpus_files(corpus: str) -> list[Path]:
             for path in root.rglob("*.py")
             if not _STDLIB_SKIPS.intersection(path.relative_to(root).parts)
         ]
-    elif corpus and Path(corpus).is_dir():  # Path("") would be the folder one is in
+    elif corpus and Path(corpus).is_dir():  # Path("") is the working folder
         files = [
             path
             for path in Path(corpus).rglob("*")
@@ -82,7 +83,7 @@ def corpus_files(corpus: str) -> list[Path]:
     files = [path for path in files if path.is_file() and path.stat().st_size > 0]
     if not files:
         raise CorpusError(
-            f"No file matches the corpus {corpus!r} (empty and hidden ones left out). Give "
+            f"No file matches the corpus {corpus!r} (hidden and empty files are skipped). Give "
             f"'{STDLIB}', a file, a folder, a glob such as 'texts/**/*.jsonl', or "
             "'hf:owner/name' for a dataset of the Hugging Face Hub."
         )
@@ -90,23 +91,33 @@ def corpus_files(corpus: str) -> list[Path]:
 
 
 def is_text(path: Path) -> bool:
-    """Whether the file is one document, and not rows of them."""
+    """Whether the file is one document, not a table of documents."""
     return _reader(path) is _read_text
 
 
+def documents(passages: Iterable[Passage]) -> Iterator[str]:
+    """Whole documents, joined from their passages."""
+    texts: list[str] = []
+    for passage in passages:
+        texts.append(passage.text)
+        if passage.ends:
+            yield "".join(texts)
+            texts.clear()
+
+
 def read_passages(path: Path, text_column: str) -> Iterator[Passage]:
-    """The documents of one file: every row of JSON lines or Parquet, the whole of a text file.
+    """The documents of one file: each row of JSON lines or Parquet, or a whole text file.
 
     Args:
-        path: ``.jsonl``, ``.json`` or ``.parquet``; anything else is text in UTF-8. ``.gz``,
-            ``.zst`` and the like on top of text and JSON lines are unpacked on the fly.
-        text_column: the key or column that holds the text.
+        path: ``.jsonl``, ``.json`` (one document per line) or ``.parquet``; any other file is text
+            in UTF-8. Text and JSON lines may be compressed (``.gz``, ``.zst`` and others).
+        text_column: the key or column of the text.
 
     Yields:
-        Rows whole; text in passages of about ``PASSAGE`` characters, cut at the ends of lines.
+        Whole rows; a text file in passages of about ``PASSAGE`` characters, split at line ends.
 
     Raises:
-        CorpusError: naming the file, and the line or the columns.
+        CorpusError: if the file cannot be read, with its name and the line or the columns.
     """
     try:
         yield from _reader(path)(path, text_column)
@@ -114,39 +125,37 @@ def read_passages(path: Path, text_column: str) -> Iterator[Passage]:
         raise
     except UnicodeDecodeError as error:
         raise CorpusError(f"The corpus file {path} is not text in UTF-8: {error}.") from error
-    except Exception as error:  # every unpacker and parser has errors of its own
+    except Exception as error:  # each decompressor and parser has its own errors
         raise CorpusError(f"Cannot read the corpus file {path}: {error}") from error
 
 
-_Reader = Callable[[Path, str], Iterator[Passage]]
-
-
-def _reader(path: Path) -> _Reader:
-    packed = infer_compression(path.name)
-    reader = _READERS.get((path.with_suffix("") if packed else path).suffix, _read_text)
-    if packed and reader is _read_parquet:
-        raise CorpusError(f"{path} is Parquet packed with {packed}: unpack it first.")
-    return reader
+def _reader(path: Path) -> Callable[[Path, str], Iterator[Passage]]:
+    compression = infer_compression(path.name)
+    suffix = (path.with_suffix("") if compression else path).suffix
+    if suffix == ".parquet" and compression:
+        raise CorpusError(f"{path} is Parquet compressed with {compression}: decompress it first.")
+    readers = {".json": _read_json_lines, ".jsonl": _read_json_lines, ".parquet": _read_parquet}
+    return readers.get(suffix, _read_text)
 
 
 @contextlib.contextmanager
-def _unpacked(path: Path) -> Iterator[tuple[TextIO, Callable[[], float]]]:
-    """The file as text, and the share of its bytes that was read."""
-    packed, size = infer_compression(path.name), path.stat().st_size
+def _open_text(path: Path) -> Iterator[tuple[TextIO, Callable[[], float]]]:
+    """The decompressed file as text, and a function for the share of its bytes read so far."""
+    compression, size = infer_compression(path.name), path.stat().st_size
     with path.open("rb") as raw:
         data: BinaryIO = raw
-        if packed == "zstd":  # reads on after a frame, and tells one that is cut short
+        if compression == "zstd":  # pyarrow reads all frames and detects truncation
             data = pyarrow.CompressedInputStream(raw, "zstd")
-        elif packed:
-            if packed == "zip" and (files := len(zipfile.ZipFile(raw).namelist())) != 1:
-                raise CorpusError(f"{path} is an archive of {files} files, not of one: unpack it.")
-            data = compr[packed](raw, mode="r")
+        elif compression:
+            if compression == "zip" and (files := len(zipfile.ZipFile(raw).namelist())) != 1:
+                raise CorpusError(f"{path} is an archive of {files} files, not one: extract it.")
+            data = compr[compression](raw, mode="r")
         with io.TextIOWrapper(data, encoding="utf-8") as text:
             yield text, lambda: raw.tell() / max(size, 1)
 
 
 def _read_text(path: Path, _: str) -> Iterator[Passage]:
-    with _unpacked(path) as (file, share):
+    with _open_text(path) as (file, share):
         text = file.read(PASSAGE) + file.readline(PASSAGE)
         while True:
             more = file.read(PASSAGE) + file.readline(PASSAGE)
@@ -157,7 +166,7 @@ def _read_text(path: Path, _: str) -> Iterator[Passage]:
 
 
 def _read_json_lines(path: Path, column: str) -> Iterator[Passage]:
-    with _unpacked(path) as (file, share):
+    with _open_text(path) as (file, share):
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -176,8 +185,8 @@ def _read_json_lines(path: Path, column: str) -> Iterator[Passage]:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise CorpusError(
-                    f"{path}, line {number}: the text under {column!r} holds half a surrogate "
-                    f"pair ({error})."
+                    f"{path}, line {number}: the text under {column!r} contains half a "
+                    f"surrogate pair ({error})."
                 ) from error
             yield Passage(text, True, share())
 
@@ -196,29 +205,12 @@ def _read_parquet(path: Path, column: str) -> Iterator[Passage]:
             for text in batch.column(0).to_pylist():
                 if not isinstance(text, str):
                     raise CorpusError(
-                        f"{path}: column {column!r} holds {_short(repr(text))}, not text."
+                        f"{path}: column {column!r} contains {_short(repr(text))}, not text."
                     )
                 yield Passage(text, True, done / file.metadata.num_rows)
 
 
 def _short(words: str) -> str:
-    """At most 200 characters on one line."""
+    """One line of at most 200 characters."""
     words = " ".join(words.split())
     return words if len(words) <= 200 else f"{words[:200]}..."
-
-
-_READERS: dict[str, _Reader] = {
-    ".json": _read_json_lines,
-    ".jsonl": _read_json_lines,
-    ".parquet": _read_parquet,
-}
-
-
-def read_documents(path: Path, text_column: str) -> Iterator[str]:
-    """The documents of :func:`read_passages`, whole."""
-    held: list[str] = []
-    for passage in read_passages(path, text_column):
-        held.append(passage.text)
-        if passage.ends:
-            yield "".join(held)
-            held.clear()
