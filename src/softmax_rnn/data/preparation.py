@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,19 +33,12 @@ _FEW_DOCUMENTS = 20
 _PASSAGES = 100
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a preparation is.
+class Progress(NamedTuple):
+    """How far a preparation is."""
 
-    Attributes:
-        share: finished share, 0 to 1; None if the size of the corpus is not known.
-        tokens: tokens written, including those of interrupted calls.
-        tokens_per_second: speed of this call.
-    """
-
-    share: float | None
-    tokens: int
-    tokens_per_second: float
+    share: float | None  # finished, 0 to 1; None if the size of the corpus is not known
+    tokens: int  # written, including those of interrupted calls
+    tokens_per_second: float  # of this call
 
 
 @dataclass
@@ -71,21 +64,13 @@ class _Pass:
 
 @dataclass
 class Preparation:
-    """A corpus that is being written to a folder.
-
-    Attributes:
-        source: the text.
-        encoder: the tokenizer.
-        about: the manifest, without what only the finished corpus can tell.
-        workers: threads that tokenise.
-        progress: called regularly.
-    """
+    """A corpus that is being written to a folder."""
 
     source: Source
     encoder: Encoder
-    about: dict[str, Any]
-    workers: int
-    progress: Callable[[Progress], None]
+    about: dict[str, Any]  # the part of the manifest that is known beforehand
+    workers: int  # threads that tokenise
+    progress: Callable[[Progress], None]  # called regularly
     unit: str = field(default="documents", init=False)  # or passages: what is held out
     started: float = field(default_factory=time.perf_counter, init=False)
     earlier_tokens: int = field(default=0, init=False)  # written before this call
@@ -162,7 +147,7 @@ class Preparation:
                 tokens += len(found[0])
                 self._report(characters / total, tokens)
         if not encoded:
-            raise self._too_little()
+            return
         ids, lengths = (np.concatenate(arrays) for arrays in zip(*encoded, strict=True))
         if (limit := self.about["max_tokens"]) is not None:
             lengths = lengths[: np.searchsorted(np.cumsum(lengths), limit) + 1]
@@ -189,11 +174,8 @@ class Preparation:
     ) -> None:
         """Tokenise and write a split of any size, from where the journal ends.
 
-        Args:
-            step: the pass.
-            split: the source's name of the split.
-            is_test: whether documents (or passages) of these numbers are held out.
-            passages: those of the split, if it is read from its start.
+        ``is_test`` says whether the documents (or passages) of given numbers are held out;
+        ``passages`` are those of the split if it is read from its start.
         """
         records = [record for record in self.journal.records if record["phase"] == step.name]
         if records and records[-1]["done"]:
@@ -220,10 +202,11 @@ class Preparation:
     def _after(self, split: str, step: _Pass) -> Iterator[Passage]:
         """The passages that a pass has not read. Its bookmark may precede them."""
         passages = self.source.read(split, step.bookmark)
-        for first in passages:
-            assert first.bookmark is not None
-            skipped = step.parts - first.bookmark["parts"]
-            yield from itertools.islice(itertools.chain([first], passages), skipped, None)
+        if (first := next(passages, None)) is None:
+            return
+        assert first.bookmark is not None
+        skipped = step.parts - first.bookmark["parts"]
+        yield from itertools.islice(itertools.chain([first], passages), skipped, None)
 
     def _write(
         self, step: _Pass, chunk: list[Passage], encoded: Encoded, test: NDArray[np.bool_]
@@ -251,17 +234,14 @@ class Preparation:
     def _counts(self, split: str) -> dict[str, Any]:
         shards = self.journal.shards(split)
         if not shards:
-            raise self._too_little(split)
+            few = f"too little text for a {split} split" if self.journal.total_tokens else "no text"
+            raise CorpusError(f"The corpus {self.about['corpus']!r} holds {few}.")
         return {
             self.unit: sum(shard["documents"] for shard in shards),
             "tokens": sum(shard["tokens"] for shard in shards),
             "sha256": split_hash(shards),
             "shards": shards,
         }
-
-    def _too_little(self, split: str = "") -> CorpusError:
-        what = f"too little text for a {split} split" if split else "no text"
-        return CorpusError(f"The corpus {self.about['corpus']!r} holds {what}.")
 
     def _report(self, share: float | None, tokens: int) -> None:
         seconds = time.perf_counter() - self.started

@@ -35,19 +35,12 @@ class CorpusError(ValueError):
 
 
 class Passage(NamedTuple):
-    """A document, or a part of a long one.
-
-    Attributes:
-        text: empty only if the document is empty.
-        ends: whether the document ends with it.
-        share: share of the file, or of the source, that has been read: 0 to 1, or None if unknown.
-        bookmark: where a source must start reading to reach this passage again.
-    """
+    """A document, or a part of a long one."""
 
     text: str
-    ends: bool
-    share: float | None = None
-    bookmark: dict[str, Any] | None = None
+    ends: bool  # whether the document ends with it
+    share: float | None = None  # of the file or source that has been read, if it is known
+    bookmark: dict[str, Any] | None = None  # where to start reading to reach this passage again
 
 
 def corpus_files(corpus: str) -> list[Path]:

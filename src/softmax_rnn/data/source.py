@@ -21,17 +21,14 @@ Bookmark = dict[str, Any]
 
 
 class LocalSource:
-    """Files. See :func:`softmax_rnn.data.readers.corpus_files`.
-
-    Attributes:
-        identity: changes when the text changes under the same name.
-        by_passages: whether there are so few documents that the test split is made of passages.
-    """
+    """Files. See :func:`softmax_rnn.data.readers.corpus_files`."""
 
     def __init__(self, corpus: str, text_column: str) -> None:
         self.files, self.column = corpus_files(corpus), text_column
         stats = [(str(path.resolve()), path.stat()) for path in self.files]
+        # What changes when the text changes under the same name.
         self.identity: list[Any] = [[name, s.st_size, s.st_mtime_ns] for name, s in stats]
+        # So few documents that the test split is made of passages.
         self.by_passages = len(self.files) < _FEW_FILES and all(map(is_text, self.files))
 
     def open(self, pinned: dict[str, Any]) -> dict[str, Any]:
@@ -57,10 +54,7 @@ class LocalSource:
 
 
 class HubSource:
-    """A dataset of the Hugging Face Hub, streamed: only its tokens are stored.
-
-    It is accessed by :meth:`open` first; attributes as of :class:`LocalSource`.
-    """
+    """A dataset of the Hugging Face Hub, streamed: only its tokens are stored."""
 
     def __init__(self, corpus: str, text_column: str) -> None:
         self.corpus, self.column = corpus, text_column

@@ -25,14 +25,7 @@ Encoded = tuple[NDArray[Any], NDArray[np.int64]]  # tokens, and their number in 
 
 
 class Encoder:
-    """A fast tokenizer without truncation and padding.
-
-    Attributes:
-        definition: the tokenizer's JSON.
-        end: id that ends each document.
-        vocab_size: rows that an embedding needs; ids may have gaps.
-        dtype: of the tokens.
-    """
+    """A fast tokenizer without truncation and padding."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.is_fast or tokenizer.eos_token_id is None:
@@ -41,8 +34,8 @@ class Encoder:
         self.tokenizer.no_truncation()  # some are saved with it: documents would be cut silently
         self.tokenizer.no_padding()
         self.definition = self.tokenizer.to_str()
-        self.end = tokenizer.eos_token_id
-        self.vocab_size = max(tokenizer.get_vocab().values()) + 1
+        self.end = tokenizer.eos_token_id  # ends each document
+        self.vocab_size = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
         self.dtype = "uint16" if self.vocab_size <= 2**16 else "uint32"
 
     def encode(self, chunk: Sequence[Passage]) -> Encoded:
