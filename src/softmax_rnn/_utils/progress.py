@@ -83,6 +83,6 @@ class ProgressBar:
         self._printed = now
         task = self._progress.tasks[0]
         seconds = task.time_remaining
-        left = "" if seconds is None else f", {int(seconds) // 60} min {int(seconds) % 60} s left"
-        share = "" if task.total is None else f"{task.percentage:.0f}%  "
-        notice(f"{self._label}: {share}{text}{left}")
+        left = "" if seconds is None else f"{int(seconds) // 60} min {int(seconds) % 60} s left"
+        share = "" if task.total is None else f"{task.percentage:.0f}%"
+        notice(f"{self._label}: {', '.join(filter(None, (share, text, left)))}")
