@@ -97,7 +97,7 @@ def hashes(manifest: dict[str, Any]) -> list[str]:
 
 
 def survives(make: Callable[[Path], dict[str, Any]], kills: int) -> dict[str, Any]:
-    """Kill a preparation at random moments: the segments left, and whether the result is the same."""
+    """Kill a preparation at random moments: segments left, and whether the result is the same."""
     draw, context = random.Random(0), multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as root:
         began = time.perf_counter()

@@ -182,7 +182,6 @@ class Preparation:
             return
         if records:
             step = replace(step, **records[-1]["place"])
-        earlier = self.journal.total_tokens - step.tokens
         work = chunks(self._after(split, step) if passages is None else passages)
         with contextlib.closing(encode_all(self.encoder, work, self.workers)) as results:
             for chunk, encoded in results:
@@ -194,7 +193,7 @@ class Preparation:
                 shares = [chunk[-1].share, step.tokens / step.limit if step.limit else None]
                 known = [min(share, 1.0) for share in shares if share is not None]
                 share = max(known, default=None) if step.name == "train" else None
-                self._report(share, earlier + step.tokens)
+                self._report(share, self.journal.total_tokens + self.journal.tokens)
                 if step.full:
                     break
         self.journal.commit(**step.record(done=True))

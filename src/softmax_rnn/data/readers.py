@@ -21,6 +21,8 @@ import pyarrow.parquet
 from fsspec.compression import compr
 from fsspec.utils import infer_compression
 
+from softmax_rnn._utils.errors import shown
+
 STDLIB = "stdlib"
 PASSAGE = 2**20  # characters of a text file that are read at once
 # Distributions of Python differ in their tests and bundled packages, hardly in the library itself.
@@ -169,10 +171,10 @@ def _read_json_lines(path: Path, column: str) -> Iterator[Passage]:
                 raise CorpusError(f"{path}, line {number}: not JSON ({error}).") from error
             text = row.get(column) if isinstance(row, dict) else None
             if not isinstance(text, str):
-                found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                found = f"keys {shown(list(row))}" if isinstance(row, dict) else shown(row)
                 raise CorpusError(
-                    f"{path}, line {number}: no text under {column!r} (found: {_short(found)}); "
-                    "name its key with --text_column."
+                    f"{path}, line {number}: no text under {column!r} (found: {found}); name its "
+                    "key with --text_column."
                 )
             try:
                 text.encode()
@@ -189,8 +191,8 @@ def _read_parquet(path: Path, column: str) -> Iterator[Passage]:
         names = file.schema_arrow.names
         if column not in names:
             raise CorpusError(
-                f"{path} has no column {column!r} (found: {_short(', '.join(names))}); "
-                "name it with --text_column."
+                f"{path} has no column {column!r} (found: {shown(names)}); name it with "
+                "--text_column."
             )
         done = 0
         for batch in file.iter_batches(columns=[column], batch_size=1000):
@@ -198,12 +200,6 @@ def _read_parquet(path: Path, column: str) -> Iterator[Passage]:
             for text in batch.column(0).to_pylist():
                 if not isinstance(text, str):
                     raise CorpusError(
-                        f"{path}: column {column!r} contains {_short(repr(text))}, not text."
+                        f"{path}: column {column!r} contains {shown(text)}, not text."
                     )
                 yield Passage(text, True, done / file.metadata.num_rows)
-
-
-def _short(words: str) -> str:
-    """One line of at most 200 characters."""
-    words = " ".join(words.split())
-    return words if len(words) <= 200 else f"{words[:200]}..."
