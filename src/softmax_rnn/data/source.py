@@ -7,6 +7,7 @@ the passages in between.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,9 +27,9 @@ class LocalSource:
     def __init__(self, corpus: str, text_column: str) -> None:
         self.files, self.column = corpus_files(corpus), text_column
         stats = [(str(path.resolve()), path.stat()) for path in self.files]
-        # What changes when the text changes under the same name.
+        # This changes when the text changes under the same name.
         self.identity: list[Any] = [[name, s.st_size, s.st_mtime_ns] for name, s in stats]
-        # So few documents that the test split is made of passages.
+        # There are so few documents that the test split is drawn from passages.
         self.by_passages = len(self.files) < _FEW_FILES and all(map(is_text, self.files))
 
     def open(self, pinned: dict[str, Any]) -> dict[str, Any]:
@@ -43,14 +44,14 @@ class LocalSource:
         """The passages of a split, from a bookmark on (here the start of a file); none is empty."""
         first, passages = (bookmark["file"], bookmark["parts"]) if bookmark else (0, 0)
         sizes = [size for _, size, _ in self.identity]
+        before = list(itertools.accumulate(sizes, initial=0))
         for index in range(first, len(self.files)):
             start = {"file": index, "parts": passages}
-            before, total = sum(sizes[:index]), sum(sizes)
             for text, ends, share, _ in read_passages(self.files[index], self.column):
                 if text:
                     passages += 1
-                    done = before + (share or 0) * sizes[index]
-                    yield Passage(text, ends, done / total, start)
+                    done = before[index] + (share or 0) * sizes[index]
+                    yield Passage(text, ends, done / before[-1], start)
 
 
 class HubSource:
