@@ -1,14 +1,14 @@
-"""Preparing a large corpus: its speed a worker, and what remains of it when it is killed.
+"""Preparing a large corpus: its speed per worker, and whether it survives being killed.
 
     python -m benchmarks.prepare --megabytes 200 --kills 3
 
-The corpus is the source text of Python's standard library, again and again, as JSON lines; the
-tokenizer a byte-level BPE trained on it, unless one is named. In a round the tokenizer alone, in
-one thread, takes a quarter of the texts, and `prepare` all of them with every number of workers:
-reading, splitting, hashing and writing are in its time. Then a preparation is killed at random
-moments, and its last session compared with an undisturbed one.
+The corpus is the source code of Python's standard library, repeated, as JSON lines; the tokenizer
+is a byte-level BPE trained on it, unless another is named. In each round the tokenizer alone
+tokenises a quarter of the texts in one thread, then `prepare` all of them with each number of
+workers; its time includes reading, splitting, hashing and writing. Then a preparation is killed at
+random moments and resumed, and its result compared with an undisturbed one.
 
-Expected before measuring: at least 0.8 of the tokenizer's own speed a worker.
+Expected before measuring: at least 0.8 of the tokenizer's own speed per worker.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks import measure
 from softmax_rnn.data import load_tokenizer, prepare
-from softmax_rnn.data.corpus import corpus_files
-from softmax_rnn.data.encoding import AT_ONCE, Encoder
+from softmax_rnn.data.readers import corpus_files
+from softmax_rnn.data.tokenise import BATCH, Encoder
 from softmax_rnn.data.tokenizer import END_OF_TEXT
 
-LEAST_SPEED = 0.8  # a worker, of the tokenizer's own
+LEAST_SPEED = 0.8  # per worker, relative to the tokenizer alone
 SHARD_TOKENS = 2**22
 _VOCABULARY, _LEARNED_FROM = 32_000, 20_000_000  # characters
 
@@ -66,25 +66,24 @@ def learn_tokenizer(texts: Sequence[str], path: Path) -> None:
 
 
 def alone(texts: Sequence[str], encoder: Encoder) -> float:
-    """Tokens a second of the tokenizer itself, on a quarter of the texts."""
-    tokenizer, tokens, began = encoder.start(), 0, time.perf_counter()
-    for start in range(0, max(1, len(texts) // 4), AT_ONCE):  # more at once are slower
-        batch = tokenizer.encode_batch_fast(
-            texts[start : start + AT_ONCE], add_special_tokens=False
-        )
-        tokens += sum(map(len, batch))
+    """Tokens per second of the tokenizer alone, on a quarter of the texts."""
+    tokens, began = 0, time.perf_counter()
+    for start in range(0, max(1, len(texts) // 4), BATCH):
+        batch = texts[start : start + BATCH]
+        encodings = encoder.tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        tokens += sum(map(len, encodings))
     return tokens / (time.perf_counter() - began)
 
 
 def prepared(corpus: str, tokenizer: str, workers: int, cache: Path) -> dict[str, Any]:
-    """The manifest of a preparation from nothing, or from where one was killed."""
+    """The manifest of a new preparation, or of a killed one that is resumed."""
     loaded = load_tokenizer(tokenizer)
     options = {"test_fraction": 0.001, "shard_tokens": SHARD_TOKENS, "cache": cache}
     return prepare(corpus, loaded, workers=workers, **options).manifest  # type: ignore[arg-type]
 
 
 def speed(make: Callable[[Path], dict[str, Any]]) -> float:
-    """Tokens a second of a preparation."""
+    """Tokens per second of a preparation."""
     with tempfile.TemporaryDirectory() as cache:
         began = time.perf_counter()
         manifest = make(Path(cache))
@@ -93,12 +92,12 @@ def speed(make: Callable[[Path], dict[str, Any]]) -> float:
 
 
 def hashes(manifest: dict[str, Any]) -> list[str]:
-    """Of both splits."""
+    """The hashes of both splits."""
     return [manifest[split]["sha256"] for split in ("train", "test")]
 
 
 def survives(make: Callable[[Path], dict[str, Any]], kills: int) -> dict[str, Any]:
-    """Kill a preparation at random moments: what each leaves, and whether it ends the same."""
+    """Kill a preparation at random moments: segments left, and whether the result is the same."""
     draw, context = random.Random(0), multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as root:
         began = time.perf_counter()
@@ -108,7 +107,7 @@ def survives(make: Callable[[Path], dict[str, Any]], kills: int) -> dict[str, An
         for _ in range(kills):
             process = context.Process(target=make, args=(killed,))
             process.start()
-            process.join(draw.uniform(0.3, 0.6) * spent)  # some of it is done by then
+            process.join(draw.uniform(0.3, 0.6) * spent)  # it has finished some segments by then
             process.kill()
             process.join()
             left.append(len(list(killed.glob(".*/stretch-*.json"))))
@@ -117,7 +116,7 @@ def survives(make: Callable[[Path], dict[str, Any]], kills: int) -> dict[str, An
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Rounds of the tokenizer alone and of every number of workers, then the kills."""
+    """Rounds of the tokenizer alone and of each number of workers, then the kills."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # alone means one thread
     opening = measure.opening("prepare", arguments)
     with tempfile.TemporaryDirectory() as root:
@@ -126,7 +125,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         tokenizer = arguments.tokenizer or str(Path(root, "bpe"))
         if not arguments.tokenizer:
             learn_tokenizer(texts, Path(tokenizer))
-        encoder = Encoder.of(load_tokenizer(tokenizer))
+        encoder = Encoder(load_tokenizer(tokenizer))
         make = partial(prepared, str(corpus), tokenizer)
         own: list[float] = []
         speeds: dict[int, list[float]] = {count: [] for count in arguments.workers}
@@ -155,23 +154,23 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """A row a number of workers."""
+    """One row for each number of workers."""
     table = measure.table("workers", "million tokens/s", "of the tokenizer alone, a worker")
     table.add_row("alone", measure.spread(result["alone_tokens_per_second"], 1e-6), "1")
     for row in result["speeds"]:
         own = measure.spread(row["of_alone_a_worker"])
         table.add_row(str(row["workers"]), measure.spread(row["tokens_per_second"], 1e-6), own)
     console.print(table)
-    console.print(f"Finished stretches left by each kill: {result['kills']['stretches_left']}")
+    console.print(f"Finished segments left by each kill: {result['kills']['stretches_left']}")
 
 
 def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Whether every number of workers is fast enough, and the hashes are the same."""
+    """Whether each number of workers is fast enough, and the hashes are the same."""
     slowest = min(row["of_alone_a_worker"]["median"] for row in result["speeds"])
     same = result["kills"]["same"]
     return [
         {
-            "what": "speed a worker, of the tokenizer's own",
+            "what": "speed per worker, relative to the tokenizer alone",
             "limit": f">= {LEAST_SPEED}",
             "found": slowest,
             "holds": slowest >= LEAST_SPEED,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import softmax_rnn
-import softmax_rnn.data.encoding as encoding
 import softmax_rnn.data.preparation as preparation
+import softmax_rnn.data.tokenise as tokenise
 from made_up import made_up
 from processes import Forked
 from softmax_rnn._utils import files
@@ -120,7 +120,7 @@ def test_prepare_stopped_after_a_shard_goes_on(
 ) -> None:
     monkeypatch.setitem(prepare.__kwdefaults__, "shard_tokens", 500)
     monkeypatch.setattr(preparation, "_SMALL", 1000)
-    monkeypatch.setattr(encoding, "_CHARACTERS", 1000)
+    monkeypatch.setattr(tokenise, "_CHARACTERS", 1000)
     before = Journal.commit
 
     def commit(self: Journal, **record: object) -> None:

@@ -19,11 +19,11 @@ import zstandard
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-import softmax_rnn.data.encoding as encoding
 import softmax_rnn.data.preparation as preparation
+import softmax_rnn.data.tokenise as tokenise
 from fuzzing import damaged, fuzzed, odd_values, outcome, snapshot
 from softmax_rnn.data import prepare as prepare_corpus
-from softmax_rnn.data.corpus import read_documents
+from softmax_rnn.data.readers import documents, read_passages
 from softmax_rnn.data.tokenizer import byte_tokenizer
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.run import load_corpus
@@ -133,7 +133,7 @@ def test_files(folder: Path, made: tuple[str, bytes, list[str] | None, bool]) ->
     path = folder / name
     path.write_bytes(data)
     event(name)
-    found = outcome(lambda: list(read_documents(path, "text")), names=str(path))
+    found = outcome(lambda: list(documents(read_passages(path, "text"))), names=str(path))
     path.unlink()
     assert found.error is not None or not fails
     if found.error is None:
@@ -191,7 +191,7 @@ def test_corpora(folder: Path, made: tuple[dict[str, bytes], dict[str, Any]], la
     shutil.rmtree(cache, ignore_errors=True)
     with pytest.MonkeyPatch.context() as patch:
         if large:  # as a corpus of gigabytes is prepared
-            patch.setattr(encoding, "_CHARACTERS", 50)
+            patch.setattr(tokenise, "_CHARACTERS", 50)
             patch.setattr(preparation, "_SMALL", 20)
         found = outcome(
             lambda: prepare_corpus(
@@ -214,7 +214,9 @@ def test_corpora(folder: Path, made: tuple[dict[str, bytes], dict[str, Any]], la
         text
         for name in sorted(files)
         if files[name]
-        for text in read_documents(folder / "texts" / name, options.get("text_column", "text"))
+        for text in documents(
+            read_passages(folder / "texts" / name, options.get("text_column", "text"))
+        )
         if text
     ]
     tokens = [i for split in ("train", "test") for i in corpus.tokens(split)[:].tolist()]

@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-import softmax_rnn.data.encoding as encoding
 import softmax_rnn.data.preparation as preparation
+import softmax_rnn.data.tokenise as tokenise
 import softmax_rnn.training.stopping as stopping
 from processes import NO_MOUNT, Case, at_batch, at_step, difference, ended, fill, half, kill, mount
 from softmax_rnn._utils.errors import ExitCode
@@ -174,15 +174,15 @@ def die_tokenising(case: Case) -> Callable[[], None]:
 
 def _die_tokenising() -> None:
     """At the ninth chunk, in one of several threads."""
-    encoding._CHARACTERS, preparation._SMALL = 500, 2000  # type: ignore[misc]
-    original, calls = encoding.Encoder.encode, itertools.count(1)
+    tokenise._CHARACTERS, preparation._SMALL = 500, 2000  # type: ignore[misc]
+    original, calls = tokenise.Encoder.encode, itertools.count(1)
 
     def encode(self: Any, *args: Any) -> Any:
         if next(calls) == 9:
             kill()
         return original(self, *args)
 
-    encoding.Encoder.encode = encode  # type: ignore[method-assign]
+    tokenise.Encoder.encode = encode  # type: ignore[method-assign]
 
 
 def wild_clock(case: Case) -> Callable[[], None]:
@@ -300,10 +300,10 @@ FAULTS = {
         DAMAGED.format("is missing"), WRONG, prepare=to_shard(Path.unlink), mend=bring_back
     ),
     "a shard that was changed": Fault(
-        DAMAGED.format("has sha256"), WRONG, prepare=to_shard(flip), mend=bring_back
+        DAMAGED.format("is not what was written"), WRONG, prepare=to_shard(flip), mend=bring_back
     ),
     "a shard that is changed meanwhile": Fault(
-        DAMAGED.format("has sha256"), WRONG, **to_shard_at_step_7(flip)
+        DAMAGED.format("is not what was written"), WRONG, **to_shard_at_step_7(flip)
     ),
     "a shard that is cut off meanwhile": Fault(
         "Fatal Python error: Bus error",

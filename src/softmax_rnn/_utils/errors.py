@@ -27,11 +27,16 @@ EXIT_CODES = {
 }
 
 
+def nearest(value: str, names: Iterable[str]) -> str:
+    """`` Did you mean ...?``, or nothing if no name resembles ``value``."""
+    near = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
 def unknown(what: str, value: object, allowed: Iterable[str]) -> ValueError:
     """The error for a ``value`` outside the closed set ``allowed``."""
     names = list(allowed)
-    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = nearest(str(value), names)
     return ValueError(f"Unknown {what} {value!r}.{hint} Allowed: {', '.join(names)}.")
 
 

@@ -33,6 +33,7 @@ class ProgressBar:
         total: the number of things to do; None while it is not known.
         completed: how many of them were done before.
         visible: whether to show anything.
+        transient: whether the bar disappears at the end.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class ProgressBar:
         completed: float = 0,
         *,
         visible: bool = True,
+        transient: bool = False,
     ) -> None:
         self._label, self._text = label, ""
         self._printed = time.monotonic()
@@ -56,6 +58,7 @@ class ProgressBar:
             TimeRemainingColumn(),
             console=console,
             speed_estimate_period=60,
+            transient=transient,
             disable=not self._live,
         )
         self._task = self._progress.add_task(label, total=total, completed=int(completed), text="")
@@ -82,5 +85,6 @@ class ProgressBar:
         self._printed = now
         task = self._progress.tasks[0]
         seconds = task.time_remaining
-        left = "" if seconds is None else f", {int(seconds) // 60} min {int(seconds) % 60} s left"
-        notice(f"{self._label}: {task.percentage:.0f}%  {text}{left}")
+        left = "" if seconds is None else f"{int(seconds) // 60} min {int(seconds) % 60} s left"
+        share = "" if task.total is None else f"{task.percentage:.0f}%"
+        notice(f"{self._label}: {', '.join(filter(None, (share, text, left)))}")

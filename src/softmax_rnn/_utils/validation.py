@@ -48,8 +48,10 @@ def validated(kind: Any, data: Any, where: object = "") -> Any:
     if first["type"] == "missing":
         raise ValueError(f"{prefix}{place} is missing.")
     if first["type"] == "literal_error":
-        raise unknown(
-            prefix + place, first["input"], re.findall("'([^']*)'", first["ctx"]["expected"])
-        )
-    expected = first["msg"].removeprefix("Input should be ")
-    raise ValueError(f"{prefix}{place or 'it'} must be {expected}, not {shown(first['input'])}.")
+        allowed = re.findall("'([^']*)'", first["ctx"]["expected"])
+        raise unknown(prefix + place, first["input"], allowed)
+    if first["type"] == "extra_forbidden":
+        raise ValueError(f"{prefix}{place} is not a known field.")
+    # Such as "Input should be ...", "List should have at least 1 item after validation, not 0".
+    required = re.sub(r"^\w+ should ", "must ", first["msg"]).partition(" after validation")[0]
+    raise ValueError(f"{prefix}{place or 'it'} {required}, not {shown(first['input'])}.")

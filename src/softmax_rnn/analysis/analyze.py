@@ -249,9 +249,9 @@ def analyze_checkpoint(
         config = RunConfig(tokenizer=str(folder), block_size=length)
     if corpus is not None:
         config = dataclasses.replace(config, corpus=corpus)
-    split = TokenBlocks(load_corpus(config), "test", config.block_size).blocks
+    split = TokenBlocks(load_corpus(config), "test", config.block_size)
     chosen = np.linspace(0, len(split) - 1, min(blocks, len(split))).round().astype(int)
-    ids = torch.from_numpy(split[chosen].astype(np.int64))
+    ids = torch.stack([split[index]["input_ids"] for index in chosen])
     with Progress(transient=True) as bar:
         task = bar.add_task(escape(f"Measuring {folder}"), total=1.0)
         return analyze(

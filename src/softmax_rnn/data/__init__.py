@@ -1,13 +1,15 @@
 """Corpora to tokens to rows: read, tokenised once, memory-mapped, in a fixed order."""
 
-from softmax_rnn.data.blocks import DocumentRows, Rows, ShuffledBlocks, TokenBlocks
-from softmax_rnn.data.corpus import CorpusError
-from softmax_rnn.data.prepare import prepare
-from softmax_rnn.data.prepared import PreparedCorpus
-from softmax_rnn.data.progress import Progress, progress_bar
+from softmax_rnn.data.cache import prepare, progress_bar
+from softmax_rnn.data.manifest import SPLITS
+from softmax_rnn.data.preparation import Progress
+from softmax_rnn.data.readers import CorpusError
+from softmax_rnn.data.rows import DocumentRows, Rows, ShuffledBlocks, TokenBlocks
+from softmax_rnn.data.shards import PreparedCorpus
 from softmax_rnn.data.tokenizer import load_tokenizer
 
 __all__ = [
+    "SPLITS",
     "CorpusError",
     "DocumentRows",
     "PreparedCorpus",

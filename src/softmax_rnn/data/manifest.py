@@ -1,69 +1,83 @@
-"""What a manifest must say, looked at before it names a file to be opened."""
+"""The manifest of a prepared corpus: what it must say, checked before any file it names is read."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from softmax_rnn._utils.rules import HASH, MAPPING, NUMBER, TEXT, Rule, require, whole, wrong
-from softmax_rnn.data.corpus import CorpusError
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-FORMAT = 2  # raise it when the files change
+from softmax_rnn._utils.errors import shown
+from softmax_rnn._utils.integrity import MANIFEST, sha256
+from softmax_rnn._utils.validation import Count, Hash, Number, PositiveInt, Text, validated
+from softmax_rnn.data.readers import CorpusError
+
+FORMAT = 2  # increase it when the files change
 SPLITS = ("train", "test")
 
-_FIELDS = {
-    "corpus": TEXT,
-    "text_column": TEXT,
-    "tokenizer": HASH,
-    "tokenizer_name": TEXT,
-    "vocab_size": whole(1),
-    "end_of_text": whole(),
-    "dtype": Rule("'uint16' or 'uint32'", lambda x: x in ("uint16", "uint32")),
-    "test_fraction": NUMBER,
-    "split_seed": whole(),
-    "max_tokens": Rule("a whole number or null", lambda x: x is None or type(x) is int),
-    "train": MAPPING,
-    "test": MAPPING,
-}
-_COUNTS = {
-    "tokens": whole(1),
-    "sha256": HASH,
-    "shards": Rule("a list, not empty", lambda x: isinstance(x, list) and len(x) > 0),
-}
-_SHARD = {
-    "name": TEXT,
-    "tokens": whole(1),
-    "documents": whole(1),
-    "sha256": HASH,
-    "index_sha256": HASH,
-}
+
+class _Shard(TypedDict):
+    name: Text
+    tokens: PositiveInt
+    documents: PositiveInt
+    sha256: Hash
+    index_sha256: Hash
+
+
+class _Split(TypedDict):
+    tokens: PositiveInt
+    sha256: Hash
+    shards: Annotated[list[_Shard], Field(min_length=1)]
+
+
+class _Manifest(TypedDict):
+    corpus: Text
+    text_column: Text
+    tokenizer: Hash
+    tokenizer_name: Text
+    vocab_size: PositiveInt
+    end_of_text: Count
+    dtype: Literal["uint16", "uint32"]
+    test_fraction: Number
+    split_seed: Count
+    max_tokens: PositiveInt | None
+    train: _Split
+    test: _Split
 
 
 def shard_name(split: str, number: int) -> str:
-    """What the files of a shard are called, without their endings."""
+    """The name of a shard's files, without their suffixes."""
     return f"{split}-{number:05}"
 
 
-def sha256(text: str) -> str:
-    """The hash of a text, as hexadecimal digits."""
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def split_hash(shards: list[dict[str, Any]]) -> str:
-    """Of one shard the tokens' own hash; of several the hash of theirs."""
+    """The hash of the tokens if there is one shard, else the hash of the shards' hashes."""
     hashes = [shard["sha256"] for shard in shards]
     return hashes[0] if len(hashes) == 1 else sha256("".join(hashes))
+
+
+def is_prepared(corpus: str) -> bool:
+    """Whether ``corpus`` is the folder of a prepared corpus."""
+    manifest = Path(corpus) / MANIFEST
+    if not corpus or not manifest.is_file():
+        return False
+    if manifest.with_name(shard_name("train", 0) + ".idx").is_file():
+        return True  # even if the manifest is damaged
+    try:
+        return "end_of_text" in json.loads(manifest.read_text(encoding="utf-8"))
+    except (ValueError, TypeError, RecursionError):
+        return False  # an unrelated file of this name, among texts
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a prepared corpus.
 
     Raises:
-        CorpusError: if it cannot be read, is of another format, or says what cannot be.
+        CorpusError: if it cannot be read, has another format or is invalid.
     """
-    path = folder / "manifest.json"
+    path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         found = manifest.get("format")
@@ -71,33 +85,30 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CorpusError(f"{folder} holds no prepared corpus: {error}.") from error
     if found != FORMAT:
         raise CorpusError(
-            f"{folder} was prepared in format {found!r}, and this version reads {FORMAT}: "
+            f"{folder} was prepared in format {shown(found)}, and this version reads {FORMAT}: "
             "prepare the corpus again."
         )
     try:
-        _check(path, manifest)
+        validated(_Manifest, manifest, path)
+        _check_consistency(path, manifest)
     except ValueError as error:
-        raise CorpusError(
-            f"{error} Copy the file from where it is whole, or prepare the corpus again."
-        ) from error
+        raise CorpusError(f"{error} Restore this file, or prepare the corpus again.") from error
     return manifest
 
 
-def _check(path: Path, manifest: dict[str, Any]) -> None:
-    require(path, manifest, _FIELDS)
+def _check_consistency(path: Path, manifest: dict[str, Any]) -> None:
+    """Check the fields that follow from others."""
+
+    def check(field: str, found: Any, expected: Any) -> None:
+        if found != expected:
+            raise ValueError(f"{path}: {field} must be {expected!r}, not {shown(found)}.")
+
     if manifest["end_of_text"] >= manifest["vocab_size"]:
-        raise wrong(path, "end_of_text", "an id of the vocabulary", manifest["end_of_text"])
+        found = manifest["end_of_text"]
+        raise ValueError(f"{path}: end_of_text must be an id of the vocabulary, not {found}.")
     for split in SPLITS:
-        counts = manifest[split]
-        require(path, counts, _COUNTS, f"{split}.")
-        for number, shard in enumerate(counts["shards"]):
-            what, name = f"{split}.shards[{number}]", shard_name(split, number)
-            require(path, shard, _SHARD, f"{what}.")
-            if shard["name"] != name:  # no other path can stand there
-                raise wrong(path, f"{what}.name", repr(name), shard["name"])
-        for key, expected in (
-            ("tokens", sum(shard["tokens"] for shard in counts["shards"])),
-            ("sha256", split_hash(counts["shards"])),
-        ):
-            if counts[key] != expected:
-                raise wrong(path, f"{split}.{key}", f"{expected}, by its shards", counts[key])
+        counts, shards = manifest[split], manifest[split]["shards"]
+        for number, shard in enumerate(shards):  # so that no name leads out of the folder
+            check(f"{split}.shards[{number}].name", shard["name"], shard_name(split, number))
+        check(f"{split}.tokens", counts["tokens"], sum(shard["tokens"] for shard in shards))
+        check(f"{split}.sha256", counts["sha256"], split_hash(shards))

@@ -1,18 +1,18 @@
-"""Tokenizers: bytes by default, or any of Hugging Face's by name or path."""
+"""Tokenizers: bytes by default, or any fast Hugging Face tokenizer by name or path."""
 
 from __future__ import annotations
-
-import difflib
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from softmax_rnn._utils.errors import nearest
+
 END_OF_TEXT = "<|endoftext|>"
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes as tokens: ids 0 to 255 are the bytes of UTF-8, id 256 ends a document."""
+    """Bytes as tokens: ids 0 to 255 are the bytes of UTF-8, id 256 ends each document."""
     vocab = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -21,7 +21,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
-    fast.name_or_path = "bytes"  # what a prepared corpus calls it
+    fast.name_or_path = "bytes"  # recorded by prepared corpora
     return fast
 
 
@@ -32,22 +32,19 @@ def load_tokenizer(
 
     Args:
         name: of the tokenizer.
-        end_of_text: the token of its vocabulary that ends documents; its own unless given.
-        local: whether to look on this machine alone.
+        end_of_text: token of its vocabulary that ends each document; by default its own.
+        local: whether to use local files only.
 
     Raises:
-        ValueError: if it cannot be loaded, is not a fast tokenizer or has no end-of-text token, or
-            not the one named.
+        ValueError: if it cannot be loaded, is not a fast tokenizer or lacks the end-of-text token.
     """
     tokenizer = byte_tokenizer() if name == "bytes" else _pretrained(name, local)
     if end_of_text is not None:
         vocabulary = tokenizer.get_vocab()
         if end_of_text not in vocabulary:
-            near = difflib.get_close_matches(end_of_text, vocabulary, n=1, cutoff=0.5)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(
-                f"The tokenizer {name!r} has no token {end_of_text!r} to end documents with.{hint} "
-                f"Its special tokens: {_special(tokenizer)}."
+                f"The tokenizer {name!r} has no token {end_of_text!r} to end documents with."
+                f"{nearest(end_of_text, vocabulary)} Its special tokens: {_special(tokenizer)}."
             )
         tokenizer.add_special_tokens({"eos_token": end_of_text})
     if tokenizer.eos_token_id is None:
@@ -67,7 +64,7 @@ def _pretrained(name: str, local: bool) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=False, local_files_only=local
         )
-    except Exception as error:  # transformers lets those of its parsers through
+    except Exception as error:  # transformers passes on the errors of its parsers
         raise ValueError(
             f"Cannot load the tokenizer {name!r}: give 'bytes', a local folder or a name on the "
             f"Hugging Face Hub. ({error})"

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from softmax_rnn.data.encoding import AT_ONCE, Encoder, chunks, encode_all
-from softmax_rnn.data.source import Part
+from softmax_rnn.data.readers import Passage
+from softmax_rnn.data.tokenise import BATCH, Encoder, chunks, encode_all
 from softmax_rnn.data.tokenizer import byte_tokenizer
 
-ENCODER = Encoder.of(byte_tokenizer())
+ENCODER = Encoder(byte_tokenizer())
 OWN_THREADS = "TOKENIZERS_PARALLELISM"
 
 
-def parts(count: int, texts: int = AT_ONCE + 3) -> list[list[Part]]:
+def passages(count: int, texts: int = BATCH + 3) -> list[list[Passage]]:
     """Chunks of passages, every other one of which ends a document."""
     return [
-        [Part(f"{chunk}:{text} é", text % 2 == 1, {}, None) for text in range(texts)]
+        [Passage(f"{chunk}:{text} é", text % 2 == 1) for text in range(texts)]
         for chunk in range(count)
     ]
 
@@ -35,12 +35,12 @@ def threads() -> list[threading.Thread]:
 def test_the_order_is_that_of_the_work(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Encoder.encode
 
-    def encode(self: Encoder, tokenizer: Any, chunk: list[Part]) -> Any:
+    def encode(self: Encoder, chunk: list[Passage]) -> Any:
         time.sleep(0.02 * chunk[0].text.startswith(("0:", "3:")))  # the next ones are done before
-        return original(self, tokenizer, chunk)
+        return original(self, chunk)
 
     monkeypatch.setattr(Encoder, "encode", encode)
-    work = parts(17)
+    work = passages(17)
     found = list(encode_all(ENCODER, iter(work), workers))
     assert [chunk for chunk, _ in found] == work
     for chunk, (ids, lengths) in found:
@@ -57,7 +57,7 @@ def test_a_worker_is_one_thread(before: str | None, monkeypatch: pytest.MonkeyPa
         monkeypatch.delenv(OWN_THREADS)
     else:
         monkeypatch.setenv(OWN_THREADS, before)
-    for _ in encode_all(ENCODER, iter(parts(3)), 2):
+    for _ in encode_all(ENCODER, iter(passages(3)), 2):
         assert os.environ[OWN_THREADS] == "false"
         assert len(threads()) == 2
     assert os.environ.get(OWN_THREADS) == before
@@ -69,7 +69,7 @@ def test_two_at_once_leave_no_trace(before: str | None, monkeypatch: pytest.Monk
         monkeypatch.delenv(OWN_THREADS)
     else:
         monkeypatch.setenv(OWN_THREADS, before)
-    first, second = (encode_all(ENCODER, iter(parts(20)), 1) for _ in range(2))
+    first, second = (encode_all(ENCODER, iter(passages(20)), 1) for _ in range(2))
     next(first)
     next(second)
     first.close()
@@ -84,14 +84,14 @@ def test_whoever_stops_listening_waits_for_what_is_under_way_alone(
     begun: list[str] = []
     original = Encoder.encode
 
-    def encode(self: Encoder, tokenizer: Any, chunk: list[Part]) -> Any:
+    def encode(self: Encoder, chunk: list[Passage]) -> Any:
         begun.append(chunk[0].text)
         if len(begun) > 1:
             time.sleep(0.2)
-        return original(self, tokenizer, chunk)
+        return original(self, chunk)
 
     monkeypatch.setattr(Encoder, "encode", encode)
-    results = encode_all(ENCODER, iter(parts(50)), 1)
+    results = encode_all(ENCODER, iter(passages(50)), 1)
     next(results)
     results.close()
     assert len(begun) <= 3
@@ -99,22 +99,22 @@ def test_whoever_stops_listening_waits_for_what_is_under_way_alone(
 
 
 def test_what_fails_in_a_thread_fails_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Encoder, tokenizer: Any, chunk: list[Part]) -> Any:
-        raise MemoryError("no room for 3:0")
+    def fail(self: Encoder, chunk: list[Passage]) -> Any:
+        raise MemoryError("no memory for 3:0")
 
     monkeypatch.setattr(Encoder, "encode", fail)
     with pytest.raises(MemoryError, match="3:0"):
-        list(encode_all(ENCODER, iter(parts(5)), 2))
+        list(encode_all(ENCODER, iter(passages(5)), 2))
     assert not threads()
 
 
-def test_work_is_read_no_further_than_needed() -> None:
+def test_little_work_is_read_ahead() -> None:
     """A corpus larger than memory is not read ahead."""
     read = 0
 
-    def work() -> Iterator[list[Part]]:
+    def work() -> Iterator[list[Passage]]:
         nonlocal read
-        for chunk in parts(100):
+        for chunk in passages(100):
             read += 1
             yield chunk
 
@@ -125,8 +125,8 @@ def test_work_is_read_no_further_than_needed() -> None:
 
 
 def test_chunks_keep_every_passage() -> None:
-    passages = [Part("x" * 300_000, True, {}, None)] * 9 + [Part("y", True, {}, None)] * 9000
-    found = list(chunks(passages))
-    assert [part for chunk in found for part in chunk] == passages
+    work = [Passage("x" * 300_000, True)] * 9 + [Passage("y", True)] * 9000
+    found = list(chunks(work))
+    assert [passage for chunk in found for passage in chunk] == work
     assert max(map(len, found)) <= 4096
-    assert max(sum(len(part.text) for part in chunk) for chunk in found) < 2**20 + 300_000
+    assert max(sum(len(passage.text) for passage in chunk) for chunk in found) < 2**20 + 300_000

@@ -1,4 +1,4 @@
-"""A document a row."""
+"""Rows of tokens and their order: blocks, or one document per row."""
 
 from __future__ import annotations
 
@@ -8,10 +8,40 @@ import numpy as np
 import pytest
 import torch
 
-from softmax_rnn.data import DocumentRows, PreparedCorpus, prepare
+import softmax_rnn.data.rows as rows_module
+from softmax_rnn.data import DocumentRows, PreparedCorpus, ShuffledBlocks, TokenBlocks, prepare
 from softmax_rnn.data.tokenizer import byte_tokenizer
 
 SIZE = 200
+
+
+def test_blocks_cut_the_stream(texts: Path, tmp_path: Path) -> None:
+    corpus = prepare(str(texts), byte_tokenizer(), cache=tmp_path)
+    blocks = TokenBlocks(corpus, "train", 100)
+    stream = torch.cat([block["input_ids"] for block in blocks])  # type: ignore[attr-defined]
+    assert torch.equal(stream, torch.from_numpy(corpus.tokens("train")[: len(stream)].astype(int)))
+    assert len(corpus.tokens("train")) - len(stream) < 100
+
+
+@pytest.mark.parametrize("table", [2**24, 10])
+def test_order_is_a_function_of_seed_and_position(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: int
+) -> None:
+    """Also with more blocks than a permutation is written down for."""
+    monkeypatch.setattr(rows_module, "_TABLE", table)
+    blocks = TokenBlocks(prepare(str(texts), byte_tokenizer(), cache=tmp_path), "train", 100)
+    count = len(blocks)
+
+    def order(seed: int, positions: range) -> list[bytes]:
+        shuffled = ShuffledBlocks(blocks, seed, 3 * count)
+        return [shuffled[i]["input_ids"].numpy().tobytes() for i in positions]
+
+    every = [block["input_ids"].numpy().tobytes() for block in blocks]  # type: ignore[attr-defined]
+    first, second = order(0, range(count)), order(0, range(count, 2 * count))
+    assert sorted(first) == sorted(second) == sorted(every)
+    assert first != second != every
+    assert order(0, range(count, 2 * count)) == second  # asked for alone
+    assert order(1, range(count)) != first
 
 
 @pytest.fixture
@@ -23,7 +53,7 @@ def corpus(texts: Path, tmp_path: Path) -> PreparedCorpus:
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_rows_are_documents_cut_or_padded(corpus: PreparedCorpus, split: str) -> None:
+def test_rows_are_documents_truncated_or_padded(corpus: PreparedCorpus, split: str) -> None:
     rows = DocumentRows(corpus, split, SIZE)
     stream = corpus.tokens(split)[:].astype(np.int64)
     documents = np.split(stream, np.flatnonzero(stream == 256) + 1)[:-1]

@@ -15,8 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 from datasets.exceptions import DatasetNotFoundError
 
-import softmax_rnn.data.encoding as encoding
-import softmax_rnn.data.preparation as preparation
 from softmax_rnn.data import CorpusError, PreparedCorpus, Progress, prepare
 from softmax_rnn.data.tokenizer import byte_tokenizer
 
@@ -54,12 +52,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return make
 
 
-@pytest.fixture
-def scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "_CHARACTERS", 500)
-    monkeypatch.setattr(preparation, "_SMALL", 2000)
-
-
 def documents(corpus: PreparedCorpus, split: str) -> list[str]:
     stream = corpus.tokens(split)[:]
     pieces = np.split(stream, np.flatnonzero(stream == 256) + 1)[:-1]
@@ -67,7 +59,7 @@ def documents(corpus: PreparedCorpus, split: str) -> list[str]:
 
 
 @pytest.mark.parametrize("own", ["test", "validation"])
-def test_a_test_split_of_its_own_is_taken(hub: Hub, tmp_path: Path, own: str) -> None:
+def test_its_own_test_split_is_used(hub: Hub, tmp_path: Path, own: str) -> None:
     asked = hub({"train": TEXTS[:600], own: TEXTS[600:], "extra": TEXTS[:5]})
     corpus = prepare("hf:owner/name@config", byte_tokenizer(), cache=tmp_path / "cache")
     assert documents(corpus, "train") == TEXTS[:600]
@@ -98,7 +90,7 @@ def test_else_some_documents_are_held_out(hub: Hub, tmp_path: Path, kind: str) -
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("stop_at", [5, 40, 110])
 @pytest.mark.parametrize("version", [None, "0.0"])
-def test_an_interrupted_stream_goes_on(
+def test_an_interrupted_stream_resumes(
     hub: Hub,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -106,7 +98,7 @@ def test_an_interrupted_stream_goes_on(
     stop_at: int,
     version: str | None,
 ) -> None:
-    """Also when another version of datasets, with bookmarks of its own, takes it up."""
+    """Also by another version of datasets, which cannot read the bookmarks."""
     texts: list[Any] = [*TEXTS[:640], *[""] * 20, *TEXTS[640:]]
     hub({"train": texts, **({"test": TEXTS[:40]} if own else {})})
     options: dict[str, Any] = {"test_fraction": 0.1, "workers": 1, "shard_tokens": 4000}
@@ -188,7 +180,7 @@ def test_mistakes_are_named(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monkey
 
     hub({"train": TEXTS})
     attempt("no column 'body' .found: id, text.; name it with --text_column", text_column="body")
-    attempt("column 'id' holds int, not text", text_column="id")
+    attempt("column 'id' contains int, not text", text_column="id")
     attempt("'hf:' names no dataset: give 'hf:owner/name", name="hf:")
     hub({"a": TEXTS, "b": TEXTS})
     attempt("no split 'train' .found: a, b")

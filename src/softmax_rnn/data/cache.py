@@ -1,0 +1,188 @@
+"""Prepare a corpus, unless it is in the cache: the function that users call."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from filelock import FileLock
+from pydantic import Field
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import TypedDict
+
+from softmax_rnn._utils.integrity import MANIFEST, sha256
+from softmax_rnn._utils.progress import ProgressBar
+from softmax_rnn._utils.validation import PositiveInt, Seed, validated
+from softmax_rnn.data.manifest import FORMAT, is_prepared
+from softmax_rnn.data.preparation import Preparation, Progress
+from softmax_rnn.data.readers import CorpusError
+from softmax_rnn.data.shards import PreparedCorpus
+from softmax_rnn.data.source import HUB, HubSource, LocalSource
+from softmax_rnn.data.tokenise import Encoder
+
+SHARD_TOKENS = 2**27
+_COMPARED = (
+    *("tokenizer", "vocab_size", "dtype", "end_of_text"),
+    *("text_column", "test_fraction", "split_seed", "max_tokens"),
+)
+
+
+class _Arguments(TypedDict):
+    test_fraction: Annotated[float, Field(strict=True, gt=0, lt=1)]
+    split_seed: Seed
+    max_tokens: PositiveInt | None
+    shard_tokens: PositiveInt
+    workers: PositiveInt | None
+
+
+@contextlib.contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[Progress], None]]:
+    """A bar with tokens, speed and time left; yields a ``progress`` for :func:`prepare`."""
+    with ProgressBar(label, transient=True) as bar:
+
+        def show(progress: Progress) -> None:
+            speed = f"{progress.tokens:,} tokens, {progress.tokens_per_second:,.0f}/s"
+            bar.update(progress.share or 0, speed, None if progress.share is None else 1)
+
+        yield show
+
+
+def default_cache() -> Path:
+    """The folder of prepared corpora: ``$SOFTMAX_RNN_CACHE``, or one in the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("SOFTMAX_RNN_CACHE") or Path(home) / "softmax-rnn")
+
+
+def prepare(
+    corpus: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    text_column: str = "text",
+    test_fraction: float = 0.02,
+    split_seed: int = 123,
+    max_tokens: int | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    workers: int | None = None,
+    cache: Path | None = None,
+    progress: Callable[[Progress], None] = lambda progress: None,
+) -> PreparedCorpus:
+    """Tokenise ``corpus``, resume an interrupted preparation, or find the corpus in the cache.
+
+    The test split is the dataset's own (``test``, else ``validation``); otherwise whole documents
+    are drawn with ``split_seed``. If there are only a few documents (one book, say), passages are
+    drawn instead: of about 1 MiB from a long text, of a hundredth of a short one.
+
+    Args:
+        corpus: files, as :func:`softmax_rnn.data.readers.corpus_files` takes them;
+            ``hf:owner/name[@config]``, a dataset of the Hugging Face Hub; or the folder of a
+            prepared corpus.
+        tokenizer: a fast tokenizer; its end-of-text token ends each document.
+        text_column: key or column of the text in JSON lines, Parquet and datasets.
+        test_fraction: share of the documents to hold out; at least one document is held out.
+        split_seed: seed of that draw.
+        max_tokens: stop after the document with which the tokens of both splits reach this number;
+            a dataset's own test split stops at ``test_fraction`` of it.
+        shard_tokens: a shard ends with the document that reaches this number of tokens.
+        workers: threads that tokenise, by default and at most one per core. Each reads about four
+            million characters ahead. The result does not depend on their number.
+        cache: folder of prepared corpora; by default :func:`default_cache`.
+        progress: called regularly.
+
+    Raises:
+        ValueError: for an invalid argument.
+        CorpusError: if a file cannot be read, if there is no text, or if a prepared corpus is
+            damaged or has other settings.
+        OSError: if the disk is full. Finished shards are kept, and the next call resumes.
+    """
+    arguments = {
+        "test_fraction": test_fraction,
+        "split_seed": split_seed,
+        "max_tokens": max_tokens,
+        "shard_tokens": shard_tokens,
+    }
+    validated(_Arguments, {**arguments, "workers": workers})
+    encoder = Encoder(tokenizer)
+    settings = {
+        "corpus": corpus,
+        "text_column": text_column,
+        **arguments,
+        "tokenizer": sha256(encoder.definition),
+        "end_of_text": encoder.end,
+    }
+    about = {
+        "format": FORMAT,
+        **settings,
+        "tokenizer_name": tokenizer.name_or_path,
+        "vocab_size": encoder.vocab_size,
+        "dtype": encoder.dtype,
+    }
+    folder = Path(corpus)
+    if not is_prepared(corpus):
+        kind = HubSource if corpus.startswith(HUB) else LocalSource
+        source = kind(corpus, text_column)
+        key = sha256(json.dumps([FORMAT, settings, source.identity]))[:16]
+        folder = (cache or default_cache()) / f"corpus-{key}"
+        if not (folder / MANIFEST).exists():
+            threads = min(workers or _cores(), _cores())
+            _create(folder, Preparation(source, encoder, about, threads, progress).run)
+    prepared = PreparedCorpus.open(folder)
+    _require_settings(prepared, about)
+    return prepared
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _require_settings(corpus: PreparedCorpus, settings: dict[str, Any]) -> None:
+    manifest = corpus.manifest
+    differing = [
+        f"{key}={manifest[key]!r} (asked for: {settings[key]!r})"
+        for key in _COMPARED
+        if manifest[key] != settings[key]
+    ]
+    if manifest["tokenizer"] != settings["tokenizer"]:
+        differing = [f"another tokenizer, {manifest['tokenizer_name']!r}"]
+    if differing:
+        raise CorpusError(
+            f"{corpus.folder} was prepared with {', '.join(differing)}: use the same settings, or "
+            f"prepare {manifest['corpus']!r} again."
+        )
+
+
+def _create(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Have ``fill`` write a folder under a temporary name, one process at a time; then rename it.
+
+    If ``fill`` fails, its finished shards stay for the next call.
+    """
+    if folder.exists() and not (folder / MANIFEST).exists():
+        raise CorpusError(f"{folder} has lost its {MANIFEST}: delete it to prepare it again.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = folder.with_name(f".{folder.name}.lock")
+    parts = folder.with_name(f".{folder.name}.parts")
+    with FileLock(lock):  # released even if its process is killed
+        if not folder.exists():  # else another process has prepared it meanwhile
+            parts.mkdir(exist_ok=True)
+            try:
+                fill(parts)
+                parts.replace(folder)
+            except BaseException as error:
+                kept = any(parts.glob("stretch-*.json")) or (parts / MANIFEST).exists()
+                if not kept:
+                    shutil.rmtree(parts, ignore_errors=True)
+                    error.add_note("nothing was kept of the corpus")
+                if not isinstance(error, OSError) or error.errno != errno.ENOSPC:
+                    raise
+                advice = "No shard was finished: free some space and start again"
+                if kept:
+                    advice = "Finished shards are kept: free some space and rerun to resume"
+                raise OSError(
+                    error.errno, f"No space left on the disk of {parts}. {advice}"
+                ) from error
+    lock.unlink(missing_ok=True)  # a process that waits for it will find the folder
