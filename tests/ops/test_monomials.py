@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import softmax_rnn as sr
-from definition import attention_by_definition
+from softmax_rnn.ops import reference
 from softmax_rnn.ops.monomials import (
     Gathers,
     cumulative_dimension,
     dimension,
-    kronecker_power,
     monomials,
     monomials_backward,
     multiplicities,
     row_weights,
     state_rows,
 )
+from softmax_rnn.ops.reference import exp_sum_by_rnns, kronecker_power, power_rnn
 
 SMALL = {"width": st.integers(1, 5), "degree": st.integers(0, 6), "seed": st.integers(0, 999)}
 
@@ -90,17 +90,6 @@ def test_the_gradient_of_monomials(width: int, degree: int, seed: int, length: i
         torch.testing.assert_close(found, expected)
 
 
-def kronecker_rnn(q: Tensor, k: Tensor, v: Tensor, coefficients: list[float]) -> Tensor:
-    """``sum_n a_n q_t^(x)n . H^n_t`` with ``H^n_t = k_t^(x)n v_t^T + H^n_(t-1)``: [T, E]."""
-    out = torch.zeros_like(v)
-    for degree, coefficient in enumerate(coefficients):
-        hidden = v.new_zeros(q.shape[1] ** degree, v.shape[1])
-        for t in range(len(q)):
-            hidden = torch.outer(kronecker_power(k[t], degree), v[t]) + hidden
-            out[t] += coefficient * kronecker_power(q[t], degree) @ hidden
-    return out
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     width=st.integers(1, 4),
@@ -121,11 +110,8 @@ def test_every_form_is_the_sum_of_the_papers_rnns(
     phi = {"identity": lambda x: x, "elu1": lambda x: torch.nn.functional.elu(x) + 1}.get(
         feature_map, torch.relu
     )
-    powers = range(order + 1)
-    coefficients = [
-        float(n == order) if series == "power" else 1 / math.factorial(n) for n in powers
-    ]
-    expected = kronecker_rnn(phi(q), phi(k), v, coefficients)
+    rnn = power_rnn if series == "power" else exp_sum_by_rnns
+    expected = rnn(phi(q), phi(k), v, order)
     found = sr.attention(*(x[None, None] for x in (q, k, v)), spec, form=form)
     torch.testing.assert_close(found[0, 0], expected)
 
@@ -145,7 +131,7 @@ def test_bidirectional_is_one_state_for_all_queries() -> None:
 
 def test_the_taylor_rnns_approach_softmax() -> None:
     q, k, v = (x[None, None] for x in normal(3, 12, 4))
-    expected = attention_by_definition(q, k, v, sr.variant("softmax"), causal=True)
+    expected = reference.attention(q, k, v, sr.variant("softmax"), causal=True)
     errors = []
     for order in (2, 4, 8, 12):
         found = sr.attention(q, k, v, sr.variant("taylor", order=order), form="chunked")

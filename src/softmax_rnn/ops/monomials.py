@@ -198,14 +198,6 @@ def _row_weights(spec: AttentionSpec, width: int) -> np.ndarray[tuple[int], np.d
 _FEW = 4
 
 
-def kronecker_power(x: Tensor, degree: int) -> Tensor:
-    """``x^(x)n`` itself, [..., d] -> [..., d^n]: the paper's state, for small ``d`` and ``n``."""
-    out = x.new_ones(*x.shape[:-1], 1)
-    for _ in range(degree):
-        out = (out.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2)
-    return out
-
-
 Indices = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 

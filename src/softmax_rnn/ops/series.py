@@ -12,7 +12,6 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 import torch
-from scipy.special import gammainc
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
@@ -79,7 +78,8 @@ def remainder_bound(order: int, radius: float) -> float:
     if isinstance(order, bool) or not isinstance(order, int) or order < 0:
         raise ValueError(f"order must be an integer >= 0, not {order!r}.")
     _check_radius(radius)
-    return math.exp(radius) * float(gammainc(order + 1, radius))
+    arguments = torch.tensor([order + 1, radius], dtype=torch.float64, device="cpu")
+    return math.exp(radius) * torch.special.gammainc(*arguments).item()
 
 
 def order_for(tolerance: float, radius: float) -> int:

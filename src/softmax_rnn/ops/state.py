@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
+from softmax_rnn.ops.compiler import constant_when_compiled
 from softmax_rnn.ops.cost import chunk_length, heads_together
 from softmax_rnn.ops.forms.row_sums import compute_dtype
 from softmax_rnn.ops.monomials import cumulative_dimension, degrees, state_rows, state_size
@@ -128,15 +131,28 @@ def _bytes_needed(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> int:
 
 
 # What is free when a model is compiled decides for it.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = psutil.virtual_memory().available
+    free = _available_memory()
     group = Path("/sys/fs/cgroup")  # a container's limit, where there is one
     try:
         limit = int((group / "memory.max").read_text())
         return min(free, limit - int((group / "memory.current").read_text()))
     except (OSError, ValueError):
         return free
+
+
+def _available_memory() -> int:
+    """Bytes that a process can still get; the installed memory where the system does not say."""
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        found = None
+    if found:
+        return 1024 * int(found[1])
+    if not hasattr(os, "sysconf"):  # Windows
+        return sys.maxsize
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

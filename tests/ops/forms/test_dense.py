@@ -7,7 +7,7 @@ import torch
 
 import softmax_rnn as sr
 from cases import MASKS, Shape, assert_close, make_case
-from definition import attention_by_definition
+from softmax_rnn.ops import reference
 
 SMALL = Shape(queries=5, keys=7, width=4, value_width=3)
 EXTRA = {
@@ -27,7 +27,7 @@ def test_dense_is_the_definition(name: str, causal: bool) -> None:
     spec = EXTRA.get(name) or sr.variant(name)
     for mask in MASKS:
         case = make_case(spec, causal=causal, mask=mask, shape=SMALL)
-        expected = case.run(attention_by_definition)
+        expected = case.run(reference.attention)
         assert_close(case.run(sr.attention, form="dense"), expected, 1e-10, mask)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +13,6 @@ from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype
 from softmax_rnn.ops.monomials import degrees, dimension
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec
-
-Function = TypeVar("Function", bound=Callable[..., RowSums])
-
-
-def uncompiled(form: Function) -> Function:
-    """Leave a loop over tokens as it is: compiled, its graph would be as long as the sequence."""
-    return cast(Function, torch.compiler.disable(form))
 
 
 def supports(spec: AttentionSpec, device: str) -> bool:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from softmax_rnn.ops.compiler import uncompiled
 from softmax_rnn.ops.forms.channels import (
     Terms,
     closer,
     from_columns,
     read_noise,
     to_columns,
-    uncompiled,
 )
 from softmax_rnn.ops.forms.first_order import first_order
 from softmax_rnn.ops.forms.row_sums import RowSums, in_own_precision
@@ -29,7 +29,7 @@ from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec
 
 
-@uncompiled
+@uncompiled  # a loop over tokens: its graph would be as long as the sequence
 def recurrent(
     q: Tensor,
     k: Tensor,

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from softmax_rnn.ops.compiler import constant_when_compiled
+
 
 class RowSums(NamedTuple):
     """The sums over the visible keys of each query row, up to a factor ``exp(log_scale)``.
@@ -54,7 +56,7 @@ def no_autocast(device: str) -> AbstractContextManager[None]:
 
 
 # Older versions of torch.compile cannot look inside.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def _has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 

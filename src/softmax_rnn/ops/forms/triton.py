@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from softmax_rnn.ops.forms.channels import uncompiled
+from softmax_rnn.ops.compiler import uncompiled
 from softmax_rnn.ops.forms.first_order import first_order
 from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype
 from softmax_rnn.ops.forms.weight import Weight

@@ -1,0 +1,247 @@
+"""The paper's equations in plain PyTorch. Start here: every form is held to these functions.
+
+One head, one function an equation, causal unless told otherwise. Row ``t`` of ``q`` [T, d] sees the
+rows ``1..t`` of ``k`` [T, d] and ``v`` [T, e]; the result is [T, e]. As in the paper the score is
+``Q_t . K_s`` without the factor ``1 / sqrt(d)``: multiply ``q`` by it before.
+
+| here                      | in the paper                                                 |
+|---------------------------|--------------------------------------------------------------|
+| ``softmax_attention``     | equation 1                                                   |
+| ``linear_attention``      | equation 2                                                   |
+| ``kronecker_power``       | section 3.1, property 3                                      |
+| ``power_rnn``             | section 3.1: ``Q_t^(x)n . H^n_t``, one recurrence a power    |
+| ``recurrent_softmax``     | section 3.1: the sum of these recurrences, up to an order    |
+| ``first_order_attention`` | equation 3: the power 1 alone                                |
+| ``softmax_gate``          | equation 4: ``G_t``, one over softmax's denominator          |
+| ``gate_attention``        | equation 5                                                   |
+| ``norm_attention``        | equation 6                                                   |
+| ``attention``             | all of them: the formula of ``AttentionSpec``, row by row    |
+
+Nothing is fast or safe from overflow here. Everything is differentiable; use float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from softmax_rnn.ops.spec import AttentionSpec
+
+
+def identity(x: Tensor) -> Tensor:
+    """The feature map of equations 1 and 3 to 6."""
+    return x
+
+
+def exp_sum(q: Tensor, k: Tensor, v: Tensor, clamp: float = math.inf) -> Tensor:
+    """The numerator of softmax: ``sum_{s <= t} exp(Q_t . K_s) V_s``; scores at most ``clamp``."""
+    return (q @ k.T).clamp(max=clamp).exp().tril() @ v
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Equation 1: the numerator over ``sum_{n <= t} exp(Q_t . K_n)``."""
+    return exp_sum(q, k, v) / exp_sum(q, k, torch.ones_like(v[:, :1]))
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi: Callable[[Tensor], Tensor] = identity,
+    psi: Callable[[Tensor], Tensor] = identity,
+) -> Tensor:
+    """Equation 2: ``O_t = phi(Q_t) . H_t`` with ``H_t = psi(K_t)^T V_t + H_{t-1}``."""
+    hidden = v.new_zeros(k.shape[1], v.shape[1])
+    outputs = []
+    for q_t, k_t, v_t in zip(q, k, v, strict=True):
+        hidden = torch.outer(psi(k_t), v_t) + hidden
+        outputs.append(phi(q_t) @ hidden)
+    return torch.stack(outputs)
+
+
+def kronecker_power(x: Tensor, n: int) -> Tensor:
+    """``x^(x)n``: all products of ``n`` entries of ``x``; [..., d] -> [..., d^n].
+
+    ``(a . b)^n = a^(x)n . b^(x)n`` (equations 7 and 8).
+    """
+    power = x.new_ones(*x.shape[:-1], 1)
+    for _ in range(n):
+        power = (power.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2)
+    return power
+
+
+def power_rnn(q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
+    """Section 3.1: ``Q_t^(x)n . H^n_t`` with ``H^n_t = (K_t^(x)n)^T V_t + H^n_{t-1}``, [d^n, e].
+
+    It equals ``sum_{s <= t} (Q_t . K_s)^n V_s``.
+    """
+    return linear_attention(kronecker_power(q, n), kronecker_power(k, n), v)
+
+
+def exp_sum_by_rnns(q: Tensor, k: Tensor, v: Tensor, order: int) -> Tensor:
+    """Section 3.1: ``sum_{n <= order} 1/n! Q_t^(x)n . H^n_t``, which tends to ``exp_sum``."""
+    rnns = [power_rnn(q, k, v, n) / math.factorial(n) for n in range(order + 1)]
+    return torch.stack(rnns).sum(0)
+
+
+def recurrent_softmax(q: Tensor, k: Tensor, v: Tensor, order: int) -> Tensor:
+    """Section 3.1: ``G_t`` times the sum of the RNNs, up to ``order`` (in the paper, infinity).
+
+    ``G_t`` is the inverse of the same sum with values 1, so that every order is a weighted mean.
+    """
+    return exp_sum_by_rnns(q, k, v, order) / exp_sum_by_rnns(q, k, torch.ones_like(v[:, :1]), order)
+
+
+def first_order_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Equation 3: linear attention is the RNN of power 1, with its factor ``1 / 1!``."""
+    return power_rnn(q, k, v, 1) / math.factorial(1)
+
+
+def softmax_gate(q: Tensor, k: Tensor) -> Tensor:
+    """Equation 4: ``G_t = 1 / sum_{s <= t} exp(Q_t . K_s)``, [T]."""
+    return 1 / exp_sum(q, k, torch.ones_like(k[:, :1])).squeeze(-1)
+
+
+def gate_attention(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, clamp: float = math.inf
+) -> Tensor:
+    """Equation 5: ``G_t / t`` times the numerator, for any gate [T].
+
+    The authors clamp the scores at 5 (section 3.3) and learn the gate from the token (appendix E).
+    """
+    t = torch.arange(1, len(q) + 1, dtype=q.dtype)
+    return (gate / t).unsqueeze(-1) * exp_sum(q, k, v, clamp)
+
+
+def norm_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Equation 6: the numerator divided by its L2 norm."""
+    numerator = exp_sum(q, k, v)
+    return numerator / numerator.norm(dim=-1, keepdim=True)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    causal: bool = True,
+    mask: Tensor | None = None,
+    input_gate: Tensor | None = None,
+    output_gate: Tensor | None = None,
+    length_power: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+) -> Tensor:
+    """The formula of :class:`AttentionSpec` in loops; arguments as :func:`softmax_rnn.attention`.
+
+    With the score ``s = scale * phi(q_t) . phi(k_s)``, clamped from above::
+
+        N_t = sum_{s visible} w(s) * g_in[s] * v_s
+        o_t = norm(g_out[t] * N_t / D_t)   or   g_out[t] * norm(N_t / D_t)
+
+    Returns:
+        [B, H, T, E]. A row that sees no key has ``N_t = 0`` and no denominator.
+    """
+    batch, heads, queries, width = q.shape
+    keys, groups = k.shape[2], heads // k.shape[1]
+    scale = score_scale(spec, width)
+    shown = torch.ones(batch, heads, queries, keys, dtype=torch.bool)
+    if mask is not None:
+        shown = shown & mask
+    out = torch.zeros(batch, heads, queries, v.shape[-1], dtype=q.dtype)
+    rows = [(b, h, t) for b in range(batch) for h in range(heads) for t in range(queries)]
+    for b, h, t in rows:
+        kv_head = h // groups
+        numerator = torch.zeros(v.shape[-1], dtype=q.dtype)
+        weight_sum = torch.zeros((), dtype=q.dtype)
+        length = 0
+        for s in range(keys):
+            if not shown[b, h, t, s] or (causal and s > t + keys - queries):
+                continue
+            w = weight(spec, scale * feature(spec, q[b, h, t]) @ feature(spec, k[b, kv_head, s]))
+            gate_in = 1.0 if input_gate is None else input_gate[b, kv_head, s]
+            numerator = numerator + w * gate_in * v[b, kv_head, s]
+            weight_sum = weight_sum + w
+            length += 1
+        row = numerator
+        if length:
+            power = None if length_power is None else length_power[h]
+            row = row / denominator(spec, weight_sum, length, power)
+        gate_out = 1.0 if output_gate is None else output_gate[b, h, t]
+        if spec.output_gate == "before_norm":
+            row = norm(spec, gate_out * row, norm_weight, norm_bias)
+        else:
+            row = gate_out * norm(spec, row, norm_weight, norm_bias)
+        out[b, h, t] = row
+    return out
+
+
+def score_scale(spec: AttentionSpec, width: int) -> float:
+    """``1 / sqrt(d)`` for the identity map, 1 for the others, unless the spec has a number."""
+    if isinstance(spec.scale, int | float):
+        return spec.scale
+    mapped = spec.scale is None and spec.feature_map != "identity"
+    return 1.0 if mapped else 1 / math.sqrt(width)
+
+
+def feature(spec: AttentionSpec, x: Tensor) -> Tensor:
+    """``phi`` of one vector."""
+    if spec.feature_map == "identity":
+        return x
+    if spec.feature_map == "elu1":
+        return torch.where(x > 0, x + 1, x.exp())
+    if spec.feature_map == "relu":
+        return x.clamp(min=0)
+    return x / x.norm()
+
+
+def weight(spec: AttentionSpec, s: Tensor) -> Tensor:
+    """``w`` of a score: exp, a single power, or exp's series up to an order."""
+    if spec.clamp is not None:
+        s = s.clamp(max=spec.clamp)
+    if spec.series == "exp":
+        return s.exp()
+    assert spec.order is not None
+    if spec.series == "power":
+        return s**spec.order
+    return sum((s**n / math.factorial(n) for n in range(spec.order + 1)), torch.zeros_like(s))
+
+
+def denominator(
+    spec: AttentionSpec, weight_sum: Tensor, length: int, length_power: Tensor | None
+) -> Tensor | float:
+    """``D_t``, from the sum of weights and the number of visible keys."""
+    if spec.denominator == "learned_length":
+        assert length_power is not None
+        return length**length_power
+    total = weight_sum + spec.epsilon
+    if spec.floor:
+        total = total.clamp(min=spec.floor)
+    choices: dict[str, Tensor | float] = {
+        "sum": total,
+        "detached_sum": total.detach(),
+        "clamped_sum": weight_sum.clamp(min=1.0),
+        "sum_plus_one": weight_sum + 1,
+        "length": float(length),
+        "none": 1.0,
+    }
+    return choices[spec.denominator]
+
+
+def norm(spec: AttentionSpec, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The norm of one output vector; RMS and layer norms have a weight and a bias [e] after it."""
+    if spec.norm == "l2":
+        return x / x.norm() if x.any() else x
+    if spec.norm == "layer":
+        x = x - x.mean()
+    if spec.norm in ("rms", "layer"):
+        eps = {"layer": 1e-5, "rms": 2.0**-23}[spec.norm]
+        x = x / (x.pow(2).mean() + eps).sqrt()
+    x = x if weight is None else weight * x
+    return x if bias is None else x + bias
