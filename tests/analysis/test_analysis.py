@@ -17,7 +17,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import softmax_rnn as sr
-from softmax_rnn.analysis import Analysis, analyze, analyze_checkpoint, draw, terms, write
+from softmax_rnn.analysis import terms
+from softmax_rnn.analysis.analyze import Analysis, analyze, analyze_checkpoint, write
+from softmax_rnn.analysis.figure import draw
 from softmax_rnn.data import TokenBlocks
 from softmax_rnn.data.tokenizer import byte_tokenizer
 from softmax_rnn.ops import layer as layer_module

@@ -17,12 +17,11 @@ from made_up import made_up
 from processes import Forked
 from softmax_rnn._utils import files
 from softmax_rnn._utils.errors import EXIT_CODES
-from softmax_rnn.cli import commands
 from softmax_rnn.cli import main as cli
 from softmax_rnn.cli.main import main
 from softmax_rnn.data import prepare
 from softmax_rnn.data.shards import Journal
-from softmax_rnn.experiments.launch import LocalLauncher
+from softmax_rnn.experiments.launchers import LocalLauncher
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.stopping import RunStopped, StopRequest
 from tiny import TINY
@@ -92,7 +91,9 @@ def test_prepare(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_prepare_is_stopped(
     texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(commands, "load_corpus", lambda *_, **__: signal.raise_signal(15))
+    monkeypatch.setattr(
+        "softmax_rnn.training.run.load_corpus", lambda *_, **__: signal.raise_signal(15)
+    )
     assert main(["prepare", str(texts)]) == 75
     assert capsys.readouterr().err == "Stopped by SIGTERM; the same command goes on\n"
 
@@ -176,8 +177,8 @@ def test_variants(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--stpes", "20"], "--stpes 20. Did you mean '--steps'?"),
         (["train", "-steps", "20"], "-steps 20. Did you mean '--steps'?"),
         (["train", "-steps=20"], "-steps=20. Did you mean '--steps'?"),
-        (["compare", "norm", "-block-size", "20"], "Did you mean '--block_size'?"),
-        (["prepare", "stdlib", "-end-of-txt", "a"], "Did you mean '--end_of_text'?"),
+        (["compare", "norm", "-block-size", "20"], "Did you mean '--block-size'?"),
+        (["prepare", "stdlib", "-end-of-txt", "a"], "Did you mean '--end-of-text'?"),
         (["train", "--steps", "many"], "Got value: many"),
         (["train", "--num-heads", "3"], "num_heads=3 must divide"),
         (["train", "--corpus", "no/such/*.txt"], "No file matches the corpus 'no/such/*.txt'"),
@@ -228,7 +229,7 @@ def test_the_preset_of_a_config_file_is_honoured(
         seen.append(config)
         raise OverflowError("far too large")
 
-    monkeypatch.setattr(commands, "train", stop)
+    monkeypatch.setattr("softmax_rnn.training.train", stop)
     file = tmp_path / "config.yaml"
     file.write_text("preset: small\nsteps: 20_000\n")
     assert main(["train", "--config", str(file), "--seed", "3"]) == 1
@@ -258,7 +259,7 @@ def test_what_the_machine_cannot_do_is_told_in_a_line(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(commands, "train", fail)
+    monkeypatch.setattr("softmax_rnn.training.train", fail)
     assert main(["train", "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"error: {told}\n"
 
@@ -281,8 +282,8 @@ def test_stopping_is_told_in_a_line(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    for name in ("train", "run_all"):
-        monkeypatch.setattr(commands, name, interrupt)
+    for name in ("training.train", "experiments.scheduler.run_all"):
+        monkeypatch.setattr(f"softmax_rnn.{name}", interrupt)
     assert main([*words, "--out", str(tmp_path / "run")]) == 130
     assert capsys.readouterr().err == told
 
@@ -300,8 +301,8 @@ def test_what_was_saved_has_an_exit_code_of_its_own(
         seen.append(stop_after)
         raise RunStopped(signal.SIGTERM, "after step 7")
 
-    for name in ("train", "run_all"):
-        monkeypatch.setattr(commands, name, stop)
+    for name in ("training.train", "experiments.scheduler.run_all"):
+        monkeypatch.setattr(f"softmax_rnn.{name}", stop)
     assert main([command, "--out", str(tmp_path / "run"), "--stop-after", "1h50m"]) == 75
     resume = " with --resume" if command == "train" else ""
     told = f"Stopped by SIGTERM after step 7; the same command{resume} goes on\n"

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzzing import fuzzed, snapshot, time_limit
-from softmax_rnn.cli import commands
 from softmax_rnn.cli.main import main
 
 LINES = [
@@ -61,9 +60,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "config.yaml").write_text("steps: 20\nattention: gate\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for name in ("train", "run_all", "load_corpus", "reproduce", "generate"):
-            patch.setattr(commands, name, _reached)
-        patch.setattr(commands, "analyze_checkpoint", _reached)
+        for name in (
+            *("training.train", "training.run.load_corpus", "experiments.scheduler.run_all"),
+            *("cli.generate.generate", "analysis.analyze.analyze_checkpoint"),
+        ):
+            patch.setattr(f"softmax_rnn.{name}", _reached)
         yield folder
 
 

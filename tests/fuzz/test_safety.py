@@ -16,7 +16,7 @@ import torch
 from softmax_rnn.models.generation import generate
 
 import softmax_rnn
-from softmax_rnn.analysis import analyze_checkpoint
+from softmax_rnn.analysis.analyze import analyze_checkpoint
 from softmax_rnn.data import load_tokenizer
 from softmax_rnn.data.tokenizer import byte_tokenizer
 from softmax_rnn.models import SoftmaxRNNConfig, SoftmaxRNNForCausalLM

@@ -18,11 +18,11 @@ from rich.console import Console
 from made_up import made_up
 from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.ops.variants import variant, variants
-from softmax_rnn.report import find_runs, report
 from softmax_rnn.report.curves import curves
 from softmax_rnn.report.figure import log_limits
 from softmax_rnn.report.grid import Column, draw_orders
 from softmax_rnn.report.html import Place, page
+from softmax_rnn.report.outputs import find_runs, report
 from softmax_rnn.report.style import style
 from softmax_rnn.report.table import cells, results, rich_table
 from softmax_rnn.training.folder import RunFolder

@@ -15,14 +15,12 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from softmax_rnn.experiments.figures import FIGURES
-from softmax_rnn.experiments.figures.figure4 import LINEAR
-from softmax_rnn.experiments.figures.figure5 import ORDERS
+from softmax_rnn.experiments.figures import FIGURES, LINEAR, ORDERS
 from softmax_rnn.report.statistics import Difference, paired_difference
+from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.spikes import loss_spikes
 
@@ -323,10 +321,8 @@ _COLORS = {"holds": "green", "fails": "red", "undecided": "yellow", "not run": "
 
 def rich_verdicts(verdicts: Sequence[Verdict]) -> Table:
     """The verdicts for the terminal: a claim, and below it what each check found."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("claim", "verdict", "difference [95% interval]", "seeds", "where"):
-        right = column in ("difference [95% interval]", "seeds")
-        table.add_column(column, justify="right" if right else "left", no_wrap=True)
+    columns = ("claim", "verdict", "difference [95% interval]", "seeds", "where")
+    table = terminal_table(columns, left=("claim", "verdict", "where"))
     for verdict in verdicts:
         table.add_row(
             f"[bold]{verdict.claim.number:2}. {verdict.claim.text}[/bold]",

@@ -8,10 +8,8 @@ from functools import lru_cache
 
 import torch
 
-from softmax_rnn._utils.errors import unknown
-from softmax_rnn.models import SoftmaxRNNForCausalLM
+from softmax_rnn._utils.errors import require_choice
 from softmax_rnn.training.config import RunConfig
-from softmax_rnn.training.run import model_config
 
 # Dense bfloat16 operations a second by the makers' data sheets.
 GPUS = {"A100-80GB": 312e12, "H100-80GB": 989e12, "H200": 989e12, "L40S": 362e12}
@@ -50,8 +48,7 @@ def cost(config: RunConfig, gpu: str) -> Cost:
     channel and visible key for the scores and sums of attention. Activations are those of a Llama
     layer in bfloat16 with memory-lean attention, and the logits in float32.
     """
-    if gpu not in GPUS:
-        raise unknown("GPU", gpu, GPUS)
+    require_choice("GPU", gpu, GPUS)
     # Sizes alone count: one meta model serves every seed, corpus and schedule.
     parameters = _parameters(json.dumps(replace(config, seed=0, corpus="").to_dict()))
     vocabulary = _vocabulary(config)
@@ -97,6 +94,9 @@ def _vocabulary(config: RunConfig) -> int:
 
 @lru_cache(maxsize=256)
 def _parameters(fields: str) -> int:
+    from softmax_rnn.models import SoftmaxRNNForCausalLM  # GPUS is read without transformers
+    from softmax_rnn.training.run import model_config
+
     config = RunConfig.from_dict(json.loads(fields))
     with torch.device("meta"):
         model = SoftmaxRNNForCausalLM(model_config(config, _vocabulary(config), 0))

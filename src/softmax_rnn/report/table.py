@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from rich import box
 from rich.table import Table
 
-from softmax_rnn.ops.variants import variants
+from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.variants import resolve, variants
 from softmax_rnn.report.statistics import BLOCKS_ONLY, Difference, paired_difference
+from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training.folder import RunFolder, differences
 
 REFERENCE = "softmax"
@@ -109,6 +111,12 @@ def by_variant(runs: Sequence[RunFolder]) -> dict[str, dict[int, RunFolder]]:
                 f"{run.path} and {seeds[run.config.seed].path} are runs of one variant and seed; "
                 "report on one of them."
             )
+        first = next(iter(seeds.values()), run)
+        if first.config.spec != run.config.spec:
+            raise ValueError(
+                f"{first.path} and {run.path} have one name, {label(run)!r}, for two attentions: "
+                "report on them apart."
+            )
         seeds[run.config.seed] = run
     rank = {name: place for place, name in enumerate(variants())}
 
@@ -121,11 +129,30 @@ def by_variant(runs: Sequence[RunFolder]) -> dict[str, dict[int, RunFolder]]:
 
 
 def label(run: RunFolder) -> str:
-    """What a run's attention is called: its variant's name, or the fields of its own."""
+    """What a run's attention is called in tables and figures.
+
+    A variant's name; for an attention given by its fields, NAME of a folder ``NAME-seed0``, or the
+    fields that are not softmax's.
+    """
     attention = run.config.attention
     if isinstance(attention, str):
         return attention
-    return ", ".join(f"{key}={value}" for key, value in attention.items())
+    folder = run.path.absolute().name
+    name = folder.removesuffix(f"-seed{run.config.seed}")
+    if name != folder and may_name(name, run.config.spec):
+        return name
+    plain = AttentionSpec().to_dict()
+    fields = run.config.spec.to_dict()
+    changed = (f"{key}={fields[key]}" for key in plain if fields[key] != plain[key])
+    return ", ".join(changed) or REFERENCE
+
+
+def may_name(name: str, spec: AttentionSpec) -> bool:
+    """Whether a name may stand for a specification: no variant with another one has that name."""
+    try:
+        return resolve(name) == spec
+    except ValueError:
+        return re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None
 
 
 def _losses(seeds: dict[int, RunFolder], shared: Sequence[int]) -> NDArray[np.float64]:
@@ -183,10 +210,6 @@ def interval_note(table: pd.DataFrame) -> str:
 def rich_table(table: pd.DataFrame) -> Table:
     """For the terminal."""
     header, *rows = cells(table)
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
+    shown = terminal_table(header, rows, left=header[:1])
     shown.caption = interval_note(table) or None
-    for index, name in enumerate(header):
-        shown.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
-    for row in rows:
-        shown.add_row(*row)
     return shown

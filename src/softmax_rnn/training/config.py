@@ -15,9 +15,9 @@ from softmax_rnn._utils.errors import require_choice, unknown
 from softmax_rnn._utils.files import write_text
 from softmax_rnn._utils.plain_yaml import format_yaml, parse_yaml
 from softmax_rnn._utils.rules import NUMBER, shown
-from softmax_rnn.models.configuration import SIZES
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.variants import resolve
+from softmax_rnn.sizes import SIZES
 
 Precision = Literal["auto", "fp32", "bf16"]
 Packing = Literal["blocks", "documents"]
