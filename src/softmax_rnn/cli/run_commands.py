@@ -46,10 +46,7 @@ def _train(parsed: Namespace) -> int:
     from softmax_rnn.training import train
 
     folder = train(
-        run_config(parsed),
-        Path(parsed.out),
-        resume=parsed.resume,
-        stop_after=stop_after(parsed),
+        run_config(parsed), Path(parsed.out), resume=parsed.resume, stop_after=stop_after(parsed)
     )
     if os.environ.get("RANK", "0") == "0":  # one process of a run speaks for all
         summary = folder.summary

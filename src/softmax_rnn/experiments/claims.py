@@ -90,10 +90,7 @@ CLAIMS: tuple[Claim, ...] = (
         2,
         "Gate is slightly worse, and spikes at times.",
         ("figure2", "figure4"),
-        (
-            Check("gate", "slightly worse", "softmax", SLIGHT),
-            Check("gate", "spikier", "softmax"),
-        ),
+        (Check("gate", "slightly worse", "softmax", SLIGHT), Check("gate", "spikier", "softmax")),
     ),
     Claim(3, "Both hold with a larger model and a longer sequence.", ("figure3",), _REPLACED),
     Claim(
@@ -153,10 +150,7 @@ CLAIMS: tuple[Claim, ...] = (
         10,
         "ReLU in place of exp hurts, with or without gate or norm.",
         ("figure6",),
-        (
-            Check("relu_gate", "worse", "gate", CLEAR),
-            Check("norm_relu", "worse", "norm", CLEAR),
-        ),
+        (Check("relu_gate", "worse", "gate", CLEAR), Check("norm_relu", "worse", "norm", CLEAR)),
     ),
     Claim(
         11,

@@ -108,11 +108,7 @@ SCALES: dict[str, Scale] = {
                 "evaluate_every": 500,
                 "save_every": 500,
             },
-            {
-                "base": {},
-                "large": {"num_layers": 40},
-                "long": _LONG,
-            },
+            {"base": {}, "large": {"num_layers": 40}, "long": _LONG},
             _WEB,
         ),
         Scale(
