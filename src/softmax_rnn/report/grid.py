@@ -27,7 +27,7 @@ class Column(NamedTuple):
 
 def draw_curves(columns: Sequence[Column], title: str, stem: Path, large: bool) -> list[Path]:
     """Loss against tokens, a column a panel, test above train; writes PNG and SVG."""
-    unit = (6.0, 4.2) if large else (4.2, 3.0)
+    unit = (7.4, 4.2) if large else (5.6, 3.0)
     counts: list[int] = []
     with mpl.rc_context(LOOK):
         size = (unit[0] * len(columns), unit[1] * len(TITLES) + 0.4)
@@ -41,7 +41,8 @@ def draw_curves(columns: Sequence[Column], title: str, stem: Path, large: bool) 
                 ax = axes[row, place]
                 panel(ax, lines, f"{column.title}: {TITLES[split].lower()}")
                 ax.set_ylim(*limits)
-                ax.legend(frameon=False, fontsize="x-small", title="final loss")
+                # Beside the curves: within the axes it would hide some.
+                ax.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, title="final loss")
             axes[0, place].set_xlabel("")
         for row in axes[:, 0]:
             row.set_ylabel("nats per token (log scale)")
