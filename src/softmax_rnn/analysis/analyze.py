@@ -18,19 +18,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from rich import box
-from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from softmax_rnn._utils.files import write_json, write_text
+from softmax_rnn._utils.progress import ProgressBar
 from softmax_rnn.analysis.terms import PERCENTILE, LayerTerms
 from softmax_rnn.data import TokenBlocks
 from softmax_rnn.models.loading import load_model
 from softmax_rnn.ops.layer import Attention
 from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.checkpoint import model_folder
 from softmax_rnn.training.folder import RunFolder
@@ -74,41 +73,42 @@ class Analysis:
 
     @property
     def note(self) -> str:
-        """What these numbers are for a model whose weights are not exp; empty for others."""
+        """What the numbers mean for a model whose weights are not exp; empty for others."""
         if self.spec.series == "exp":
             return ""
         return (
             f"This model's weights are not exp (series={self.spec.series!r}, "
-            f"order={self.spec.order}): the powers are those of exp's series of its scores."
+            f"order={self.spec.order}): shown is what softmax of the same scores would need."
         )
 
     def table(self) -> Table:
-        """For the terminal: a row a head; the powers are their ``pair_share``."""
-        shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
-        shown.caption = self.note or None
+        """For the terminal: a row per head."""
         kept = min(self.order, 2)  # the powers that linear attention has, and one more
-        names = [*(f"power {n}" for n in range(kept + 1)), f"{kept + 1} and on"]
-        within = f"order within {self.tolerance:g}"
-        for name in (
-            *("layer", "head", "max |s|", f"{PERCENTILE}% |s|", "mean s"),
-            *names,
-            *(within, "by the bound"),
-        ):
-            shown.add_column(name, justify="right", no_wrap=True)
+        powers = [*(f"power {n}" for n in range(kept + 1)), f"{kept + 1} and on"]
+        scores = ("max |s|", f"{PERCENTILE}% |s|", "mean s")
         shares = self.powers.pivot_table(
             index=["layer", "head"], columns="power", values="pair_share"
+        ).to_numpy()[:, : kept + 1]
+        table = terminal_table(
+            ("layer", "head", *scores, *powers, "order needed", "order by the bound"),
+            (
+                [
+                    *(str(head[name]) for name in ("layer", "head")),
+                    *(f"{head[name]:.2f}" for name in ("max_score", "p99_score", "mean_score")),
+                    *(f"{100 * part:.1f}%" for part in (*low, max(0.0, 1 - low.sum()))),
+                    _or(head["order_needed"], f"> {self.max_order}"),
+                    _or(head["order_bound"], "-"),
+                ]
+                for head, low in zip(self.heads.to_dict("records"), shares, strict=True)
+            ),
         )
-        for head, share in zip(self.heads.to_dict("records"), shares.to_numpy(), strict=True):
-            low = share[: kept + 1]
-            shown.add_row(
-                str(head["layer"]),
-                str(head["head"]),
-                *(f"{head[name]:.2f}" for name in ("max_score", "p99_score", "mean_score")),
-                *(f"{100 * part:.1f}%" for part in (*low, max(0.0, 1 - low.sum()))),
-                _or(head["order_needed"], f"> {self.max_order}"),
-                _or(head["order_bound"], "-"),
-            )
-        return shown
+        table.caption = (
+            f"{self.note} s: the scores, on {self.tokens:,} tokens. power n: the share of "
+            "|s|^n / n! in exp(|s|), mean over pairs of tokens. order needed: of the Taylor series "
+            f"whose output is within {self.tolerance:g} of softmax's on this text; by the bound: "
+            "for any scores up to max |s|."
+        ).lstrip()
+        return table
 
 
 def analyze(
@@ -252,15 +252,14 @@ def analyze_checkpoint(
     split = TokenBlocks(load_corpus(config), "test", config.block_size).blocks
     chosen = np.linspace(0, len(split) - 1, min(blocks, len(split))).round().astype(int)
     ids = torch.from_numpy(split[chosen].astype(np.int64))
-    with Progress(transient=True) as bar:
-        task = bar.add_task(escape(f"Measuring {folder}"), total=1.0)
+    with ProgressBar(f"Measuring {folder}", total=1.0) as bar:
         return analyze(
             model,
             ids,
             order=order,
             tolerance=tolerance,
             max_order=max_order,
-            progress=lambda done: bar.update(task, completed=done),
+            progress=bar.update,
         )
 
 

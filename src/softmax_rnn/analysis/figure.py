@@ -51,8 +51,8 @@ def _draw_shares(figure: Figure, axes: Sequence[Axes], analysis: Analysis) -> No
     with np.errstate(divide="ignore"):  # a head without a power
         pair_shares = np.log10(analysis.powers["pair_share"].to_numpy())
     drawn = {
-        "Share in the mean of exp(|s|)": analysis.powers["log10_share"].to_numpy(),
-        "Share in exp(|s|) of a pair, mean": pair_shares,
+        "Share of a power: sums over pairs": analysis.powers["log10_share"].to_numpy(),
+        "Share of a power: mean over pairs": pair_shares,
     }
     largest = analysis.heads["max_score"].max()
     for ax, (title, shares) in zip(axes, drawn.items(), strict=True):
@@ -72,12 +72,12 @@ def _draw_shares(figure: Figure, axes: Sequence[Axes], analysis: Analysis) -> No
             interpolation="nearest",
         )
         ax.set_title(title)
-        ax.set_xlabel("power n: |s|ⁿ/n!")
+        ax.set_xlabel("power n")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
         for first in firsts[1:]:
             ax.axhline(first - 0.5, color="white", linewidth=1.5)
     bar = figure.colorbar(image, ax=axes[0], extend="min", location="left", fraction=0.07)
-    bar.set_label("log10 of the share")
+    bar.set_label("log10 of the share of |s|ⁿ/n! in exp(|s|)")
     # Single heads are named while there is room for it.
     every = len(layers) <= _NAMED
     ticks = np.arange(len(layers)) if every else firsts
@@ -107,7 +107,7 @@ def _draw_orders(ax: Axes, analysis: Analysis) -> None:
         at = np.full(len(beyond), analysis.max_order)
         label = f"more than {analysis.max_order}"
         ax.scatter(at, beyond, size, marker=">", color=_BLUE, label=label, zorder=3)
-    ax.set_title(f"Order for an error within {analysis.tolerance:g}")
+    ax.set_title(f"Order within {analysis.tolerance:g} of softmax")
     ax.set_xlabel("order of the Taylor series")
     ax.margins(x=0.05)
     ax.set_xlim(left=0)

@@ -42,7 +42,13 @@ def draw_curves(columns: Sequence[Column], title: str, stem: Path, large: bool) 
                 panel(ax, lines, f"{column.title}: {TITLES[split].lower()}")
                 ax.set_ylim(*limits)
                 # Beside the curves: within the axes it would hide some.
-                ax.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, title="final loss")
+                ax.legend(
+                    title="final loss",
+                    loc="upper left",
+                    bbox_to_anchor=(1, 1),
+                    frameon=False,
+                    handlelength=3,
+                )
             axes[0, place].set_xlabel("")
         for row in axes[:, 0]:
             row.set_ylabel("nats per token (log scale)")
