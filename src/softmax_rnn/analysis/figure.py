@@ -72,12 +72,12 @@ def _draw_shares(figure: Figure, axes: Sequence[Axes], analysis: Analysis) -> No
             interpolation="nearest",
         )
         ax.set_title(title)
-        ax.set_xlabel("power n")
+        ax.set_xlabel("power n: |s|ⁿ/n! in exp(|s|)")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
         for first in firsts[1:]:
             ax.axhline(first - 0.5, color="white", linewidth=1.5)
     bar = figure.colorbar(image, ax=axes[0], extend="min", location="left", fraction=0.07)
-    bar.set_label("log10 of the share of |s|ⁿ/n! in exp(|s|)")
+    bar.set_label("log10 of the share")
     # Single heads are named while there is room for it.
     every = len(layers) <= _NAMED
     ticks = np.arange(len(layers)) if every else firsts
