@@ -254,12 +254,7 @@ def analyze_checkpoint(
     ids = torch.from_numpy(split[chosen].astype(np.int64))
     with ProgressBar(f"Measuring {folder}", total=1.0) as bar:
         return analyze(
-            model,
-            ids,
-            order=order,
-            tolerance=tolerance,
-            max_order=max_order,
-            progress=bar.update,
+            model, ids, order=order, tolerance=tolerance, max_order=max_order, progress=bar.update
         )
 
 

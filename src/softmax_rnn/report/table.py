@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 from rich.table import Table
 
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.variants import resolve, variants
-from softmax_rnn.report.statistics import BLOCKS_ONLY, Difference, paired_difference
+from softmax_rnn.report.statistics import BLOCKS_ONLY, Difference, paired_runs
 from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training.folder import RunFolder, differences
 
@@ -22,15 +21,8 @@ REFERENCE = "softmax"
 _EVENTS = {"skipped_steps": "steps skipped", "loss_spikes": "loss spikes"}
 # The text itself is compared by its hash, wherever it lies; those after it change no result.
 _MAY_DIFFER = (
-    "attention",
-    "seed",
-    "corpus",
-    "text_column",
-    "save_every",
-    "keep_checkpoints",
-    "tensorboard",
-    "skip_non_finite",
-    "fsdp",
+    *("attention", "seed", "corpus"),
+    *("text_column", "save_every", "keep_checkpoints", "tensorboard", "skip_non_finite", "fsdp"),
 )
 
 
@@ -58,9 +50,7 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
             "parameters": int(summaries.parameters[0]),
             "train_loss": summaries.train_loss.mean(),
             "test_loss": summaries.test_loss.mean(),
-            "difference": np.nan,
-            "low": np.nan,
-            "high": np.nan,
+            **dict.fromkeys(("difference", "low", "high"), np.nan),
             "interval_over": "",
             "tokens_per_second": summaries.tokens_per_second.median(),
             "peak_memory_bytes": int(summaries.peak_memory_bytes.max()),
@@ -68,7 +58,7 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
         }
         shared = sorted(set(seeds) & set(reference))
         if shared and variant != REFERENCE:
-            paired = paired_difference(_losses(seeds, shared), _losses(reference, shared))
+            paired = paired_runs(seeds, reference, shared)
             row |= {"difference": paired.mean, "low": paired.low, "high": paired.high}
             row["interval_over"] = paired.over
         rows.append(row)
@@ -155,39 +145,20 @@ def may_name(name: str, spec: AttentionSpec) -> bool:
         return re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None
 
 
-def _losses(seeds: dict[int, RunFolder], shared: Sequence[int]) -> NDArray[np.float64]:
-    return np.stack([seeds[seed].test_losses for seed in shared])
-
-
 def cells(table: pd.DataFrame) -> list[list[str]]:
     """The table's cells as text, the header first; all-zero event columns are dropped."""
-    events = {title: name for name, title in _EVENTS.items() if table[name].any()}
-    header = [
-        "variant",
-        "seeds",
-        "parameters",
-        "train loss",
-        "test loss",
-        f"minus {REFERENCE} [95% interval]",
-        "tokens/s",
-        "peak memory",
-        *events,
-    ]
-    rows = [
-        [
-            row["variant"],
-            str(row["seeds"]),
-            f"{row['parameters']:,}",
-            f"{row['train_loss']:.4f}",
-            f"{row['test_loss']:.4f}",
-            difference_text(row),
-            f"{row['tokens_per_second']:,.0f}",
-            f"{row['peak_memory_bytes'] / 2**20:,.0f} MiB",
-            *(f"{row[name]:,}" for name in events.values()),
-        ]
-        for row in table.to_dict("records")
-    ]
-    return [header, *rows]
+    shown = {
+        "variant": table.variant,
+        "seeds": table.seeds.map(str),
+        "parameters": table.parameters.map("{:,}".format),
+        "train loss": table.train_loss.map("{:.4f}".format),
+        "test loss": table.test_loss.map("{:.4f}".format),
+        f"minus {REFERENCE} [95% interval]": map(difference_text, table.to_dict("records")),
+        "tokens/s": table.tokens_per_second.map("{:,.0f}".format),
+        "peak memory": table.peak_memory_bytes.map(lambda size: f"{size / 2**20:,.0f} MiB"),
+        **{title: table[x].map("{:,}".format) for x, title in _EVENTS.items() if table[x].any()},
+    }
+    return [list(shown), *(list(row) for row in zip(*shown.values(), strict=True))]
 
 
 def difference_text(row: Mapping[Any, Any]) -> str:
