@@ -95,7 +95,7 @@ def test_prepare_is_stopped(
         "softmax_rnn.training.run.load_corpus", lambda *_, **__: signal.raise_signal(15)
     )
     assert main(["prepare", str(texts)]) == 75
-    assert capsys.readouterr().err == "Stopped by SIGTERM; the same command goes on\n"
+    assert capsys.readouterr().err == "Stopped by SIGTERM; rerun the same command to resume\n"
 
 
 @pytest.mark.parametrize("command", ["prepare", "train"])
@@ -112,7 +112,7 @@ def test_prepare_stopped_before_its_first_shard_is_prepared_anew(
     }[command]
     monkeypatch.setattr(preparation, "encode_all", lambda *_: signal.raise_signal(15))
     assert main(words) == 75
-    told = "nothing was kept of the corpus: the same command prepares it anew\n"
+    told = "nothing was kept of the corpus: rerun the same command to prepare it anew\n"
     assert capsys.readouterr().err.endswith(f"Stopped by SIGTERM; {told}")
 
 
@@ -130,7 +130,7 @@ def test_prepare_stopped_after_a_shard_goes_on(
 
     monkeypatch.setattr(Journal, "commit", commit)
     assert main(["prepare", str(texts)]) == 75
-    told = "Stopped by SIGTERM; the same command goes on\n"
+    told = "Stopped by SIGTERM; rerun the same command to resume\n"
     assert capsys.readouterr().err.endswith(told)
 
 
@@ -267,9 +267,9 @@ def test_what_the_machine_cannot_do_is_told_in_a_line(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["train"], "stopped; the same command with --resume goes on\n"),
-        (["train", "--resume"], "stopped; the same command goes on\n"),
-        (["compare"], "stopped; the same command goes on\n"),
+        (["train"], "stopped; rerun the same command with --resume to resume\n"),
+        (["train", "--resume"], "stopped; rerun the same command to resume\n"),
+        (["compare"], "stopped; rerun the same command to resume\n"),
     ],
 )
 def test_stopping_is_told_in_a_line(
@@ -305,7 +305,7 @@ def test_what_was_saved_has_an_exit_code_of_its_own(
         monkeypatch.setattr(f"softmax_rnn.{name}", stop)
     assert main([command, "--out", str(tmp_path / "run"), "--stop-after", "1h50m"]) == 75
     resume = " with --resume" if command == "train" else ""
-    told = f"Stopped by SIGTERM after step 7; the same command{resume} goes on\n"
+    told = f"Stopped by SIGTERM after step 7; rerun the same command{resume} to resume\n"
     assert capsys.readouterr().err == told
     assert seen == [6600]
 

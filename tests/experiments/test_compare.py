@@ -254,7 +254,9 @@ def test_a_comparison_goes_on_after_a_signal(texts: Path, tmp_path: Path) -> Non
     process.join(60)
     told = (tmp_path / "log").read_text()
     assert process.exitcode == 75, told
-    assert "Stopped by SIGTERM with 1 of 1 runs unfinished; the same command goes on" in told
+    assert (
+        "Stopped by SIGTERM with 1 of 1 runs unfinished; rerun the same command to resume" in told
+    )
     (saved,) = run.checkpoints
     assert int(saved.name.partition("-")[2]) == run.metrics.step.max() < 100
     assert "Stopped by SIGTERM after step" in (tmp_path / "out/logs/softmax-seed0.log").read_text()

@@ -182,7 +182,7 @@ def test_steps_without_update_are_gaps_and_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seeds", "note"),
     [
-        (1, "One seed a variant."),
+        (1, "One seed per variant."),
         (2, "Lines are means over seeds. Thin lines are single seeds."),
         (3, "Lines are means over seeds. Bands are 95% intervals over seeds."),
     ],

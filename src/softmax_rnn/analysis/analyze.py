@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,15 +44,15 @@ class Analysis:
     """What :func:`analyze` measured.
 
     Attributes:
-        heads: a row a layer and head: ``layer``, ``head``, ``max_score`` (the largest |s|),
+        heads: one row per layer and head: ``layer``, ``head``, ``max_score`` (the largest |s|),
             ``p99_score`` (99th percentile of |s|), ``mean_score`` (mean of s), ``order_needed``
             (the lowest order whose mean ``error`` is within the tolerance; missing if none up to
             ``max_order`` is) and ``order_bound`` (``order_for(tolerance, max_score)``: the order
             that keeps every weight within the tolerance of exp, which is less than the output's
             where all weights of a row are small; missing beyond a score of 700).
-        powers: a row a layer, head and power: ``layer``, ``head``, ``power`` n, ``term`` (mean of
-            |s|^n / n! over visible pairs), ``share`` (of the same mean of exp(|s|), the sum of all
-            powers without end: the few largest scores rule it) and ``log10_share``,
+        powers: one row per layer, head and power: ``layer``, ``head``, ``power`` n, ``term`` (mean
+            of |s|^n / n! over visible pairs), ``share`` (of the same mean of exp(|s|), the sum of
+            all powers: the few largest scores rule it) and ``log10_share``,
             ``pair_share`` (mean over pairs of |s|^n / n! / exp(|s|): every pair counts alike),
             ``numerator`` (mean over rows of ||sum_s s^n/n! v_s|| / ||sum_s exp(s) v_s||),
             ``error`` (mean over rows of the relative L2 error of Taylor attention of order n
@@ -129,7 +130,7 @@ def analyze(
     are those that *exp's* series of these scores has, and the errors those of Taylor attention of
     each order, divided by its row sum, against the softmax of these scores.
 
-    Scores are computed in float32 (float64 for such a model), everything that follows in float64.
+    Scores are computed in float32 (float64 for a float64 model), all that follows in float64.
     Its sums resolve rows whose largest score is above about -16; a row far below has no order that
     computes it, here or anywhere.
 
@@ -144,7 +145,7 @@ def analyze(
         progress: called with the share of the work that is done.
 
     Raises:
-        ValueError: ids, mask or options that do not fit, naming what would; a model without such
+        ValueError: invalid ids, mask or options, naming what is allowed; a model without such
             attention.
         FloatingPointError: a score that is not finite.
     """
@@ -165,38 +166,32 @@ def analyze(
     pairs = int((lengths * (lengths + 1) // 2).sum())
     found = [LayerTerms(name, layer, order, max_order, pairs) for name, layer in layers.items()]
 
-    def visit(layer: LayerTerms, index: int, place: int) -> Callable[..., None]:
+    counted = 0  # layers, over all sequences
+
+    def visit(layer: LayerTerms) -> Callable[..., None]:
         def hook(_: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+            nonlocal counted
             hidden = args[0] if args else given["hidden_states"]
             positions = args[1] if len(args) > 1 else given.get("position_embeddings")
-            layer.add(hidden, positions, shown[index].to(hidden.device))
-            progress((index * len(found) + place + 1) / (len(ids) * len(found)))
+            layer.add(hidden, positions, shown[counted // len(found)].to(hidden.device))
+            counted += 1
+            progress(counted / (len(ids) * len(found)))
 
         return hook
 
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            for index in range(len(ids)):
-                hooks = [
-                    layer.module.register_forward_pre_hook(
-                        visit(layer, index, place), with_kwargs=True
-                    )
-                    for place, layer in enumerate(found)
-                ]
-                try:
-                    # One sequence at a time, and no logits: memory is that of one block's scores.
-                    model.base_model(
-                        input_ids=ids[index : index + 1].to(model.device),
-                        attention_mask=shown[index : index + 1].to(model.device, torch.long),
-                        use_cache=False,
-                    )
-                finally:
-                    for hook in hooks:
-                        hook.remove()
-    finally:
-        model.train(was_training)
+    with torch.no_grad(), ExitStack() as undo:
+        undo.callback(model.train, model.training)
+        model.eval()
+        for layer in found:
+            hook = layer.module.register_forward_pre_hook(visit(layer), with_kwargs=True)
+            undo.callback(hook.remove)
+        for index in range(len(ids)):
+            # One sequence at a time, and no logits: memory is that of one block's scores.
+            model.base_model(
+                input_ids=ids[index : index + 1].to(model.device),
+                attention_mask=shown[index : index + 1].to(model.device, torch.long),
+                use_cache=False,
+            )
     tokens = int(lengths.sum())
     frames = [layer.frames(index, tokens, tolerance) for index, layer in enumerate(found)]
     return Analysis(
@@ -211,13 +206,7 @@ def analyze(
 
 
 def analyze_checkpoint(
-    path: Path,
-    *,
-    blocks: int = 16,
-    order: int = 10,
-    tolerance: float = 1e-2,
-    max_order: int = MAX_ORDER,
-    corpus: str | None = None,
+    path: Path, *, blocks: int = 16, corpus: str | None = None, **options: Any
 ) -> Analysis:
     """As :func:`analyze`, of a saved model on the test split of its run's corpus.
 
@@ -225,10 +214,8 @@ def analyze_checkpoint(
         path: a run's folder (its newest whole checkpoint is taken), a checkpoint in it, or a
             saved model's folder.
         blocks: test blocks to measure on, spread evenly over the split; all if it has fewer.
-        order: the highest power to report.
-        tolerance: the relative error that ``order_needed`` stays within.
-        max_order: the highest order to try.
         corpus: other text to measure on, as a run takes it; needed for a model outside a run.
+        options: of :func:`analyze`: ``order``, ``tolerance``, ``max_order``.
 
     Raises:
         FileNotFoundError: if there is no model in the folder.
@@ -253,9 +240,7 @@ def analyze_checkpoint(
     chosen = np.linspace(0, len(split) - 1, min(blocks, len(split))).round().astype(int)
     ids = torch.from_numpy(split[chosen].astype(np.int64))
     with ProgressBar(f"Measuring {folder}", total=1.0) as bar:
-        return analyze(
-            model, ids, order=order, tolerance=tolerance, max_order=max_order, progress=bar.update
-        )
+        return analyze(model, ids, progress=bar.update, **options)
 
 
 def write(analysis: Analysis, folder: Path) -> list[Path]:

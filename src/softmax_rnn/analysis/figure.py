@@ -45,7 +45,7 @@ def draw(analysis: Analysis, folder: Path, *, title: str = "") -> list[Path]:
 
 
 def _draw_shares(figure: Figure, axes: Sequence[Axes], analysis: Analysis) -> None:
-    """The heat maps: a row a head, a column a power."""
+    """The heat maps: one row per head, one column per power."""
     layers = analysis.heads["layer"].to_numpy()
     firsts = np.flatnonzero(np.diff(layers, prepend=-1))
     with np.errstate(divide="ignore"):  # a head without a power

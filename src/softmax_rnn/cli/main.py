@@ -81,8 +81,8 @@ def _failed(code: ExitCode, message: object) -> int:
 
 def _stopped(code: ExitCode, message: str, words: Sequence[str], stopped: BaseException) -> int:
     resume = " with --resume" if words[0] == "train" and "--resume" not in words else ""
-    what_next = f"the same command{resume} goes on"
+    what_next = f"rerun the same command{resume} to resume"
     if notes := getattr(stopped, "__notes__", None):  # of a corpus that was being prepared
-        what_next = f"{'; '.join(notes)}: the same command prepares it anew"
+        what_next = f"{'; '.join(notes)}: rerun the same command to prepare it anew"
     print(f"{message}; {what_next}", file=sys.stderr)
     return code

@@ -262,7 +262,7 @@ def _outcome(holds: bool, fails: bool) -> Outcome:
 
 
 def verdict_table(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """One row a finding, as plain data; numbers that are not there, or not finite, are ``None``."""
+    """One row per finding, as plain data; missing numbers, and infinite ones, are ``None``."""
     return [
         {
             "claim": verdict.claim.number,

@@ -13,7 +13,7 @@ from softmax_rnn.training.config import RunConfig
 
 # Dense bfloat16 operations a second by the makers' data sheets.
 GPUS = {"A100-80GB": 312e12, "H100-80GB": 989e12, "H200": 989e12, "L40S": 362e12}
-# The share of them that training of such models reaches.
+# The share of them that training of these models reaches.
 UTILISATION = 0.4
 # Rows of the embedding where the tokenizer has not been loaded: Llama 2's, or bytes and an end.
 _VOCABULARY = {"bytes": 257}

@@ -1,4 +1,4 @@
-"""The paper's figures in its own arrangement: a column a panel, test above train."""
+"""The paper's figures in its arrangement: one column per panel, test above train."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Column(NamedTuple):
 
 
 def draw_curves(columns: Sequence[Column], title: str, stem: Path, large: bool) -> list[Path]:
-    """Loss against tokens, a column a panel, test above train; writes PNG and SVG."""
+    """Loss against tokens, one column per panel, test above train; writes PNG and SVG."""
     unit = (7.4, 4.2) if large else (5.6, 3.0)
     counts: list[int] = []
     with mpl.rc_context(LOOK):

@@ -21,9 +21,9 @@ from softmax_rnn.report.style import Style, styles
 from softmax_rnn.report.table import by_variant, cells, interval_note, label
 from softmax_rnn.training.folder import RunFolder
 
-# A training curve has at most so many points, which is what a screen shows.
+# Points of a training curve, at most: what a screen shows.
 _FINEST = 400
-# Smoothing: windows of so many of those points, while enough windows remain.
+# Smoothing: points per window, while enough windows remain.
 _SMOOTHING = (1, 2, 5, 10, 20, 50)
 _FEWEST, _AT_FIRST = 8, 40
 
@@ -45,10 +45,10 @@ def page(
     """The whole page; everything that a configuration could say is escaped.
 
     Args:
-        places: a section each.
+        places: one section each.
         folder: where the page will lie; its links are relative.
         title: the heading.
-        claims: a row a check, as ``experiments.claims.verdict_table`` gives them.
+        claims: one row per check, as ``experiments.claims.verdict_table`` gives them.
     """
     environment = Environment(
         loader=PackageLoader("softmax_rnn.report", "."),

@@ -1,4 +1,4 @@
-"""The comparison as a table: one row a variant."""
+"""The comparison as a table: one row per variant."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAY_DIFFER = (
 
 
 def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
-    """One row a variant; losses are means over its seeds.
+    """One row per variant; losses are means over its seeds.
 
     Columns: variant, seeds, parameters, train_loss (mean of the last tenth of the run), test_loss
     (after the last step, on the whole test split), difference, low, high (to softmax, paired by
