@@ -14,7 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzzing import fuzzed, snapshot, time_limit
+from softmax_rnn import training
+from softmax_rnn.analysis import analyze
+from softmax_rnn.cli import generate
 from softmax_rnn.cli.main import main
+from softmax_rnn.experiments import scheduler
+from softmax_rnn.training import run
 
 LINES = [
     ["train", "--attention", "norm", "--steps", "10", "--seed", "3", "--out", "new"],
@@ -45,6 +50,10 @@ ODD = [
     *("--seeds", "--resume", "--resume=maybe", "--compile=7", "--no-such", "--lerning-rate=1"),
     *("--preset", "--attention", "--seeds=1", "--corpus=\0", "--corpus=[/b]", "--tokenizer=../x"),
 ]
+WORK = (
+    *((training, "train"), (run, "load_corpus"), (scheduler, "run_all")),
+    *((generate, "generate"), (analyze, "analyze_checkpoint")),
+)
 WORDS = sorted({word for line in LINES for word in line})
 
 
@@ -64,11 +73,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "spec.yaml").write_text("variant: gate\nclamp: 3\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for name in (
-            *("training.train", "training.run.load_corpus", "experiments.scheduler.run_all"),
-            *("cli.generate.generate", "analysis.analyze.analyze_checkpoint"),
-        ):
-            patch.setattr(f"softmax_rnn.{name}", _reached)
+        for module, name in WORK:  # imported before, so that no module takes a replacement for good
+            patch.setattr(module, name, _reached)
         yield folder
 
 
