@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
 from rich.markup import escape
@@ -235,10 +235,7 @@ def examine(check: Check, runs: Runs, where: str) -> Finding:
     difference = paired_runs(variant, other, shared, CONFIDENCE)
     spikes, reason = None, "the interval allows both"
     if check.kind == "spikier":
-        counts = [
-            sum(loss_spikes(of[seed].metrics.loss) for seed in shared) for of in (variant, other)
-        ]
-        spikes = (counts[0], counts[1])
+        spikes = _spikes(variant, shared), _spikes(other, shared)
         # Counts of a few events decide little; none at all decides nothing.
         outcome = _outcome(spikes[0] > spikes[1], spikes[0] <= spikes[1] and spikes != (0, 0))
         reason = "no spikes"
@@ -255,6 +252,10 @@ def examine(check: Check, runs: Runs, where: str) -> Finding:
         outcome, reason = "undecided", "one seed"
     reason = reason if outcome == "undecided" else ""
     return Finding(check, where, outcome, len(shared), difference, spikes, reason)
+
+
+def _spikes(runs: Mapping[int, RunFolder], seeds: Sequence[int]) -> int:
+    return sum(loss_spikes(runs[seed].metrics.loss) for seed in seeds)
 
 
 def _outcome(holds: bool, fails: bool) -> Outcome:
@@ -283,11 +284,10 @@ def verdict_table(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
 
 
 def _numbers(difference: Difference | None) -> dict[str, float | str | None]:
-    if difference is None:
-        return dict.fromkeys(("difference", "low", "high", "interval_over"))
-    values = {"difference": difference.mean, "low": difference.low, "high": difference.high}
-    finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
-    return {**finite, "interval_over": difference.over}
+    names = ("difference", "low", "high", "interval_over")
+    values = (None,) * len(names) if difference is None else astuple(difference)
+    finite = (None if value in (-math.inf, math.inf) else value for value in values)
+    return dict(zip(names, finite, strict=True))
 
 
 _COLORS = {"holds": "green", "fails": "red", "undecided": "yellow", "not run": "dim"}

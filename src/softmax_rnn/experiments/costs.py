@@ -15,9 +15,6 @@ from softmax_rnn.training.config import RunConfig
 GPUS = {"A100-80GB": 312e12, "H100-80GB": 989e12, "H200": 989e12, "L40S": 362e12}
 # The share of them that training of these models reaches.
 UTILISATION = 0.4
-# Rows of the embedding where the tokenizer has not been loaded: Llama 2's, or bytes and an end.
-_VOCABULARY = {"bytes": 257}
-_LLAMA_VOCABULARY = 32_000
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,8 @@ def bytes_text(size: float) -> str:
 
 
 def _vocabulary(config: RunConfig) -> int:
-    return config.vocab_size or _VOCABULARY.get(config.tokenizer, _LLAMA_VOCABULARY)
+    """Rows of the embedding; the tokenizer is not loaded: bytes and an end, or Llama 2's."""
+    return config.vocab_size or (257 if config.tokenizer == "bytes" else 32_000)
 
 
 @lru_cache(maxsize=256)
