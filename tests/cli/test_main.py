@@ -21,6 +21,7 @@ from softmax_rnn.cli import main as cli
 from softmax_rnn.cli.main import main
 from softmax_rnn.data import prepare
 from softmax_rnn.data.shards import Journal
+from softmax_rnn.experiments import scheduler
 from softmax_rnn.experiments.launchers import LocalLauncher
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.stopping import RunStopped, StopRequest
@@ -161,7 +162,35 @@ def test_reproduce_dry_run_and_claims(
 
 def test_variants(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["variants"]) == 0
-    assert "denominator=none, norm=l2" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "denominator=none, norm=l2" in shown
+    assert "softmax_l2" in shown
+    assert "Defaults: feature_map=identity, series=exp" in shown
+    assert "taylor:2" in shown
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "reproduce", "generate"])
+def test_help_shows_hyphens(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    options = re.findall(r"(?<![\w-])--[\w-]+", capsys.readouterr().out)
+    assert any("-" in option[2:] for option in options)
+    assert not any("_" in option for option in options)
+
+
+def test_what_finished_is_reported_where_a_run_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up(tmp_path, "softmax", 0, 1.5).path.rename(tmp_path / "softmax-seed0")
+
+    def fail(*_: object, **__: object) -> None:
+        raise scheduler.RunsFailedError("1 of 2 runs did not finish.")
+
+    monkeypatch.setattr(scheduler, "run_all", fail)
+    assert main(["compare", "softmax", "norm", "--out", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert told.err == "error: 1 of 2 runs did not finish.\n"
+    assert str(tmp_path / "results.csv") in told.out
 
 
 @pytest.mark.parametrize(
@@ -175,6 +204,11 @@ def test_variants(capsys: pytest.CaptureFixture[str]) -> None:
         (["compare", "--preset", "dmo"], "Unknown preset 'dmo'. Did you mean 'demo'?"),
         (["compare", "--stepz", "3"], "--stepz. Did you mean '--steps'?"),
         (["train", "--stpes", "20"], "--stpes 20. Did you mean '--steps'?"),
+        (["train", "--step", "20"], "--step 20. Did you mean '--steps'?"),  # no abbreviations
+        (["compare", "softmax", "mine=no.yaml"], "There is no file no.yaml"),
+        (["compare", "softmax", "--dry-run", "--gpu", "H20"], "Did you mean 'H200'?"),
+        (["compare", "softmax", "--cluster", "slurn"], "Did you mean 'slurm'?"),
+        (["compare", "softmax", "--cluster-options", "a"], "KEY=VALUE words, not 'a'"),
         (["train", "-steps", "20"], "-steps 20. Did you mean '--steps'?"),
         (["train", "-steps=20"], "-steps=20. Did you mean '--steps'?"),
         (["compare", "norm", "-block-size", "20"], "Did you mean '--block-size'?"),

@@ -23,7 +23,7 @@ from softmax_rnn.report.figure import log_limits
 from softmax_rnn.report.grid import Column, draw_orders
 from softmax_rnn.report.html import Place, page
 from softmax_rnn.report.outputs import find_runs, report
-from softmax_rnn.report.style import style
+from softmax_rnn.report.style import style, styles
 from softmax_rnn.report.table import cells, results, rich_table
 from softmax_rnn.training.folder import RunFolder
 
@@ -280,6 +280,12 @@ def test_no_run_is_an_error(tmp_path: Path) -> None:
         find_runs(tmp_path)
     with pytest.raises(ValueError, match="There is no folder .*nothere"):
         find_runs(tmp_path / "nothere")
+
+
+def test_no_two_curves_of_a_figure_look_alike() -> None:
+    names = ["softmax", "norm", "gate", *(f"mine{number}" for number in range(10))]
+    assert len(set(styles(names).values())) == len(names)
+    assert styles(names)["norm"] == style("norm")
 
 
 def test_a_variants_style_is_its_own() -> None:
