@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace
 
 from softmax_rnn import __version__
 from softmax_rnn._utils.errors import EXIT_CODES
+from softmax_rnn._utils.plain_yaml import parse_yaml
 from softmax_rnn.cli import result_commands, run_commands
 from softmax_rnn.training.config import RunConfig
 
@@ -52,14 +55,6 @@ class _Parser(ArgumentParser):
 def parse(words: Sequence[str]) -> tuple[str, Namespace]:
     """The command and its options; exits after ``--help``, ``--version`` or a mistake."""
     words = [_underscores(word) for word in words]
-    parsed = _parser(words, {}).parse_args(words)
-    if (preset := parsed[parsed.subcommand].get("preset", "demo")) != "demo":
-        parsed = _parser(words, RunConfig.preset(preset).to_dict()).parse_args(words)
-    return parsed.subcommand, parsed[parsed.subcommand]
-
-
-def _parser(words: Sequence[str], defaults: dict[str, Any]) -> ArgumentParser:
-    """The parser of a command line, with the defaults of a preset; demo's are those of a run."""
     parser = _Parser(
         prog="softmax-rnn",
         description="Softmax attention as a sum of RNNs: train, compare and understand variants.",
@@ -72,9 +67,10 @@ def _parser(words: Sequence[str], defaults: dict[str, Any]) -> ArgumentParser:
         about = command.about or f"{command.help[0].upper()}{command.help[1:]}."
         options = _Parser(description=about, epilog=command.epilog or None, allow_abbrev=False)
         if name in words:  # the options of the others are not asked for
-            command.options(options, {**RunConfig().to_dict(), **defaults})
+            command.options(options, _preset(words))
         commands.add_subcommand(name, options, help=command.help)
-    return parser
+    parsed = parser.parse_args(words)
+    return parsed.subcommand, parsed[parsed.subcommand]
 
 
 def _hyphens(text: str) -> str:
@@ -86,3 +82,29 @@ def _underscores(word: str) -> str:
     """``--block_size`` for ``--block-size``; a value after ``=`` stays as it is."""
     name, equals, value = word.partition("=")
     return "--" + name[2:].replace("-", "_") + equals + value if word.startswith("--") else word
+
+
+def _preset(words: Sequence[str]) -> dict[str, Any]:
+    """The defaults of ``--preset``, or of ``preset`` in a ``--config``; other options override."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset", nargs="?")
+    parser.add_argument("--config", nargs="?", action="append", default=[])
+    given = parser.parse_known_args(list(words))[0]
+    name = given.preset
+    for path in reversed(given.config):
+        name = name or _preset_of(path)
+    return RunConfig.preset(name or "demo").to_dict()
+
+
+def _preset_of(path: str | None) -> str | None:
+    """The ``preset`` of a YAML file; a missing file is an error of the parser.
+
+    Raises:
+        ValueError: for a file with aliases, which jsonargparse would expand without an end.
+    """
+    file = Path(path or "")
+    if not file.is_file():
+        return None
+    data = parse_yaml(file.read_bytes(), file)
+    name = data.get("preset") if isinstance(data, dict) else None
+    return None if name is None else str(name)
