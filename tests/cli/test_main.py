@@ -25,12 +25,7 @@ from softmax_rnn.experiments import scheduler
 from softmax_rnn.experiments.launchers import LocalLauncher
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.stopping import RunStopped, StopRequest
-from tiny import TINY
-
-
-def options(texts: Path, out: Path, **fields: object) -> list[str]:
-    merged = {**TINY, "steps": 4, "corpus": texts, "out": out, **fields}
-    return [word for key, value in merged.items() for word in (f"--{key}", str(value))]
+from tiny import TINY, options
 
 
 def test_compare_from_nothing_to_a_report(

@@ -19,7 +19,7 @@ from softmax_rnn.report.outputs import find_runs, report
 from softmax_rnn.report.table import results
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.folder import RunFolder
-from tiny import TINY, tiny
+from tiny import options, tiny
 
 FIELDS = {"feature_map": "elu1", "series": "power", "order": 2, "norm": "rms"}
 
@@ -137,9 +137,7 @@ def test_compare_from_a_file_to_a_report(
 ) -> None:
     monkeypatch.setattr(LocalLauncher, "start", Forked.start)
     out = tmp_path / "runs"
-    settings = {**TINY, "steps": 4, "corpus": texts, "out": out}
-    options = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    words = ["compare", "softmax", f"mine={spec_file}", *options]
+    words = ["compare", "softmax", f"mine={spec_file}", *options(texts, out)]
     assert main([*words, "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "mine-seed0" in shown

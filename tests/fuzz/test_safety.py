@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from softmax_rnn.models.generation import generate
 
 import softmax_rnn
 from softmax_rnn.analysis.analyze import analyze_checkpoint
+from softmax_rnn.cli.generate import generate
 from softmax_rnn.data import load_tokenizer
 from softmax_rnn.data.tokenizer import byte_tokenizer
 from softmax_rnn.models import SoftmaxRNNConfig, SoftmaxRNNForCausalLM

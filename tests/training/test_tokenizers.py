@@ -6,17 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
-from softmax_rnn.models.generation import generate
-from test_cli import options
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from softmax_rnn.cli.generate import generate
 from softmax_rnn.cli.main import main
 from softmax_rnn.data import load_tokenizer, prepare
 from softmax_rnn.training import train
 from softmax_rnn.training.run import load_corpus
-from tiny import tiny
+from tiny import options, tiny
 
 
 @pytest.fixture

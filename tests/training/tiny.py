@@ -48,3 +48,9 @@ def assert_same_run(a: RunFolder, b: RunFolder) -> None:
     assert np.array_equal(a.test_losses, b.test_losses)
     for key, value in weights(a).items():
         assert torch.equal(value, weights(b)[key]), key
+
+
+def options(texts: Path, out: Path, **fields: object) -> list[str]:
+    """The options of a command line for a tiny run."""
+    merged = {**TINY, "steps": 4, "corpus": texts, "out": out, **fields}
+    return [word for key, value in merged.items() for word in (f"--{key}", str(value))]
