@@ -11,13 +11,12 @@ from transformers import TextStreamer, set_seed
 from transformers.cache_utils import Cache, DynamicCache
 
 from softmax_rnn._utils.errors import require_choice
+from softmax_rnn.cli.result_commands import CACHES
 from softmax_rnn.data import load_tokenizer
 from softmax_rnn.models import SoftmaxRNNForCausalLM
 from softmax_rnn.models.cache import RecurrentCache, key_value_bytes, recurrent_bytes
 from softmax_rnn.models.loading import load_model
 from softmax_rnn.training.checkpoint import model_folder
-
-CACHES = ("auto", "recurrent", "key-value", "none")
 
 
 @dataclass(frozen=True)
