@@ -11,7 +11,7 @@ from softmax_rnn._utils.files import require_writable, write_json
 from softmax_rnn.cli.command import Command, report_on, show, show_paths
 from softmax_rnn.experiments.scales import SCALES
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.variants import _ALIASES, FAMILIES, variants
+from softmax_rnn.ops.variants import ALIASES, FAMILIES, variants
 
 CACHES = ("auto", "recurrent", "key-value", "none")
 
@@ -105,7 +105,7 @@ def _variants(_: Namespace) -> int:
     from softmax_rnn.report.terminal import terminal_table
 
     plain = AttentionSpec().to_dict()
-    aliases = {name: alias for alias, name in _ALIASES.items()}
+    aliases = {name: alias for alias, name in ALIASES.items()}
     rows = []
     for name, spec in variants().items():
         changed = {key: value for key, value in spec.to_dict().items() if value != plain[key]}

@@ -14,16 +14,14 @@ from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.variants import resolve, variants
 from softmax_rnn.report.statistics import BLOCKS_ONLY, Difference, paired_runs
 from softmax_rnn.report.terminal import terminal_table
+from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder, differences
 
 REFERENCE = "softmax"
 # Fields of a summary that are shown where they are not 0, and their titles.
 _EVENTS = {"skipped_steps": "steps skipped", "loss_spikes": "loss spikes"}
-# The text itself is compared by its hash, wherever it lies; those after it change no result.
-_MAY_DIFFER = (
-    *("attention", "seed", "corpus"),
-    *("text_column", "save_every", "keep_checkpoints", "tensorboard", "skip_non_finite", "fsdp"),
-)
+# The text itself is compared by its hash, wherever it lies.
+_MAY_DIFFER = ("attention", "seed", "corpus", "text_column", *RunConfig.neutral_fields())
 
 
 def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
