@@ -27,12 +27,11 @@ from softmax_rnn._utils.files import write_json, write_text
 from softmax_rnn._utils.progress import ProgressBar
 from softmax_rnn.analysis.terms import PERCENTILE, LayerTerms
 from softmax_rnn.data import TokenBlocks
-from softmax_rnn.models.loading import load_model
 from softmax_rnn.ops.layer import Attention
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training import RunConfig
-from softmax_rnn.training.checkpoint import model_folder
+from softmax_rnn.training.checkpoint import load_trained, model_folder
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.run import load_corpus
 
@@ -228,7 +227,7 @@ def analyze_checkpoint(
     run = next((run for run in map(RunFolder, (path, folder.parent)) if run.exists), None)
     if run is None and corpus is None:
         raise ValueError(f"{path} is no run's folder, so it names no corpus: name one.")
-    model = load_model(folder)
+    model = load_trained(folder)
     if run is not None:
         config = run.config
     else:

@@ -9,7 +9,7 @@ EXTRAS = {
     **dict.fromkeys(("safetensors", "transformers"), "train"),
     **dict.fromkeys(("accelerate", "datasets", "filelock", "fsspec", "huggingface_hub"), "train"),
     **dict.fromkeys(("jsonargparse", "pandas", "pyarrow", "pydantic", "rich"), "train"),
-    **dict.fromkeys(("tokenizers", "yaml", "zstandard"), "train"),
+    **dict.fromkeys(("tokenizers", "typing_extensions", "yaml", "zstandard"), "train"),
     **dict.fromkeys(("jinja2", "matplotlib", "plotly", "scipy"), "report"),
     "submitit": "cluster",
     "tensorboard": "tensorboard",
