@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
+import re
 import subprocess
 import sys
+
+import softmax_rnn
 
 HEAVY = (
     *("transformers", "pandas", "scipy", "rich", "psutil", "datasets", "pydantic", "yaml"),
@@ -28,3 +34,27 @@ def test_a_call_does_not_load_the_compiler() -> None:
     for name in ("softmax", "norm", "gate", "linear_elu"):
         gate = ", output_gate=torch.ones(1, 1, 4))" if name == "gate" else ")"
         assert not loaded_after(call.format(name)[:-1] + gate)
+
+
+THEIRS = ("transformers", "accelerate")
+
+
+def test_no_private_name_of_transformers_or_accelerate_is_overridden_or_imported() -> None:
+    """What is private may change with any of their versions."""
+    names = []
+    for found in pkgutil.walk_packages(softmax_rnn.__path__, "softmax_rnn."):
+        if found.name.endswith(("__main__", "triton_kernels")):
+            continue
+        module = importlib.import_module(found.name)
+        for line in inspect.getsource(module).splitlines():
+            if re.match(rf"\s*from ({'|'.join(THEIRS)})\S* import", line):
+                assert not re.search(r"\b_[a-z]", line.partition("import")[2]), line
+        for _, kind in inspect.getmembers(module, inspect.isclass):
+            bases = [b for b in kind.__mro__[1:] if b.__module__.partition(".")[0] in THEIRS]
+            if kind.__module__ == module.__name__ and bases:
+                names += [
+                    f"{kind.__name__}.{name}"
+                    for name in vars(kind)
+                    if re.match("_(?!_|abc_impl)", name) and any(name in vars(b) for b in bases)
+                ]
+    assert not names
