@@ -24,7 +24,7 @@ from softmax_rnn.experiments.figures.figure4 import LINEAR
 from softmax_rnn.experiments.figures.figure5 import ORDERS
 from softmax_rnn.report.statistics import Difference, paired_difference
 from softmax_rnn.training.folder import RunFolder
-from softmax_rnn.training.spikes import loss_spikes
+from softmax_rnn.training.metrics import loss_spikes
 
 Outcome = Literal["holds", "fails", "undecided", "not run"]
 # Nats per token: what counts as equal, and as clear.
