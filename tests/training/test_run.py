@@ -264,7 +264,7 @@ def test_a_bar_in_a_file_stays_small(
     train(tiny(texts, steps=40, log_every=1), tmp_path / "run")
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("run: ")]
     assert 1 <= len(lines) < 40
-    assert re.fullmatch(r"run: \d+%  (loss|test) \d\.\d{3}(, \d+ min \d+ s left)?", lines[-1])
+    assert re.fullmatch(r"run: \d+%, (loss|test) \d\.\d{3}(, \d+ min \d+ s left)?", lines[-1])
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])

@@ -65,10 +65,6 @@ class _Corpus(TypedDict):
     test: _Split
 
 
-class _OfCorpus(TypedDict):
-    corpus: _Corpus
-
-
 class RunFolder:
     """A run's folder, which may not exist yet."""
 
@@ -117,13 +113,14 @@ class RunFolder:
     @property
     def environment(self) -> dict[str, Any]:
         """Where the run ran, its attention and its corpus."""
-        return _read(self.environment_file, json.loads)
+        found = _read(self.environment_file, json.loads)
+        return validated(dict[str, Any], found, self.environment_file)
 
     @property
     def corpus(self) -> dict[str, str]:
         """What the run's corpus was: a line a split, with its hash."""
-        environment = validated(_OfCorpus, self.environment, self.environment_file)
-        return corpus_identity(environment["corpus"])
+        corpus = self.environment.get("corpus")
+        return corpus_identity(validated(_Corpus, corpus, f"{self.environment_file}: corpus"))
 
     @property
     def test_losses(self) -> NDArray[np.float64]:
@@ -174,7 +171,7 @@ class RunFolder:
 
     def check_same_attention(self) -> None:
         """Raise ``ValueError`` if the variant's name meant another attention when it started."""
-        environment = validated(dict[str, Any], self.environment, self.environment_file)
+        environment = self.environment
         if "attention" not in environment:  # written by an earlier version
             return
         try:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,10 @@ class Loop:
         for part in range(config.accumulation):
             start = first + (part * processes + rank) * self.share
             batch = self._batch([self.train_rows[start + i] for i in range(self.share)])
-            with self._synchronised(part == config.accumulation - 1):
+            last = part == config.accumulation - 1  # averages gradients over the processes
+            if self.sharded:
+                self.forward.set_requires_gradient_sync(last)
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.forward):
                 try:
                     with self._autocast():
                         loss = self.forward(
@@ -337,14 +340,3 @@ class Loop:
         wanted = self.config.precision
         bf16 = wanted == "bf16" or (wanted == "auto" and device == "cuda")
         return torch.autocast(device, torch.bfloat16, enabled=bf16)
-
-    @contextlib.contextmanager
-    def _synchronised(self, last: bool) -> Iterator[None]:
-        """Average gradients over the processes in the last micro-batch of a step only."""
-        if self.sharded:
-            self.forward.set_requires_gradient_sync(last)
-        if last or self.sharded or self.accelerator.num_processes == 1:
-            yield
-        else:
-            with self.accelerator.no_sync(self.forward):
-                yield
