@@ -1,4 +1,4 @@
-"""Whether files still hold what was written: SHA-256, beside the data it is of."""
+"""Damaged files: found by SHA-256 hashes that are stored beside the data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from softmax_rnn._utils.files import sync, write_json
 
-MANIFEST = "manifest.json"  # of a sealed folder
+MANIFEST = "manifest.json"
 
 
 def sha256(data: str | bytes) -> str:

@@ -1,4 +1,4 @@
-"""Prepare a corpus, unless it is in the cache: the function that users call."""
+"""Prepare a corpus, or find it in the cache."""
 
 from __future__ import annotations
 

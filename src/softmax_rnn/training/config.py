@@ -1,4 +1,4 @@
-"""The configuration of one run: flat, typed, saved whole beside what it made."""
+"""The configuration of one run: flat, typed, saved in the run's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, commit, machine."""
+"""Where a run ran: versions, commit, machine."""
 
 from __future__ import annotations
 
