@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import shutil
 import time
@@ -56,7 +57,7 @@ class Loop:
     config: RunConfig
     folder: RunFolder
     corpus: PreparedCorpus
-    blocks: Rows  # to train on
+    train_rows: Rows
     test_rows: Rows
     model: SoftmaxRNNForCausalLM  # with its initial weights
     tokenizer: PreTrainedTokenizerBase  # saved beside the weights
@@ -66,7 +67,6 @@ class Loop:
 
     def __post_init__(self) -> None:
         config, accelerator, model = self.config, self.accelerator, self.model
-        self.train_rows = self.blocks.sampled(config.seed, config.steps * config.batch_size)
         processes = accelerator.num_processes
         self.share, rest = divmod(config.batch_size, config.accumulation * processes)
         if rest or not self.share:
@@ -98,7 +98,8 @@ class Loop:
         try:
             if checkpoint is not None:
                 self._resume(checkpoint)
-            self.metrics = MetricRows(self.config, self.folder, self.train_rows.tokens)
+            tokens_between = functools.partial(self.train_rows.drawn_tokens, self.config.seed)
+            self.metrics = MetricRows(self.config, self.folder, tokens_between)
             label = self.folder.path.name
             shown = self.accelerator.is_main_process
             with ProgressBar(label, self.config.steps, self.step, visible=shown) as self.bar:
@@ -154,11 +155,13 @@ class Loop:
         processes = self.accelerator.num_processes
         first = self.step * config.batch_size
         # The first token of a row is not predicted.
-        predicted = self.train_rows.tokens(first, first + config.batch_size) - config.batch_size
+        tokens = self.train_rows.drawn_tokens(config.seed, first, first + config.batch_size)
+        predicted = tokens - config.batch_size
         total = 0.0
         for part in range(config.accumulation):
             start = first + (part * processes + rank) * self.share
-            batch = self._batch([self.train_rows[start + i] for i in range(self.share)])
+            drawn = [self.train_rows.drawn(config.seed, start + i) for i in range(self.share)]
+            batch = self._batch([self.train_rows[index] for index in drawn])
             last = part == config.accumulation - 1  # averages gradients over the processes
             if self.sharded:
                 self.forward.set_requires_gradient_sync(last)

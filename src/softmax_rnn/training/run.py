@@ -125,7 +125,7 @@ def train(
     with StopRequest(stop_after) as stop:
         folder = RunFolder(path)
         _check(folder, config, resume)
-        corpus, blocks, test_blocks = load_blocks(config)
+        corpus, train_rows, test_rows = load_blocks(config)
         if folder.exists:
             folder.check_same_corpus(corpus.manifest)
             if folder.finished:
@@ -142,7 +142,7 @@ def train(
         )
         tokenizer = load_tokenizer(config.tokenizer, end_of_text=config.end_of_text)
         loop = Loop(
-            config, folder, corpus, blocks, test_blocks, model, tokenizer, accelerator, stop
+            config, folder, corpus, train_rows, test_rows, model, tokenizer, accelerator, stop
         )
         if config.fsdp and accelerator.num_processes == 1:
             notice(
