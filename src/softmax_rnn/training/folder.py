@@ -233,7 +233,7 @@ class RunFolder:
             _discard(old)
 
     def rename_damaged(self, name: str) -> str:
-        """Rename a damaged checkpoint, so that none of its name is left; return the new name."""
+        """Rename a damaged checkpoint, so that it is not used; return its new name."""
         damaged = self.path / f"{name}.damaged"
         if damaged.exists():
             _discard(damaged)

@@ -50,7 +50,7 @@ class NonFiniteError(ArithmeticError):
     """The loss or its gradient is not finite; the step made no update."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Loop:
     """The steps of one run. All its processes run this, and decide everything together."""
 
