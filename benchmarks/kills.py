@@ -53,7 +53,7 @@ def start(
         environment: variables besides those of this process.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["softmax_rnn.cli.main"])
+    context.set_forkserver_preload(["softmax_rnn.cli.parser", "softmax_rnn.training.run"])
     variables = {**os.environ, **(environment or {})}
     process = context.Process(target=_work, args=(words, log, before, variables))
     process.start()

@@ -15,8 +15,7 @@ import pandas as pd
 
 from softmax_rnn._utils.files import write_text
 from softmax_rnn.experiments.claims import judge, verdict_table
-from softmax_rnn.experiments.figures import FIGURES
-from softmax_rnn.experiments.plan import Experiment
+from softmax_rnn.experiments.figures import FIGURES, Experiment
 from softmax_rnn.experiments.reproduce import draw, finished_runs
 from softmax_rnn.experiments.scales import SCALES
 from softmax_rnn.report import markdown

@@ -62,7 +62,7 @@ def test_types(kind: Any, good: list[Any], bad: list[Any]) -> None:
         ({}, None),
         ({"other": 1}, None),
         ({"name": 5}, "f.json: name must be a valid string, not 5."),
-        ({"kind": "c"}, "Unknown f.json: kind 'c'. Allowed: a, b."),
+        ({"kind": "c"}, "f.json: Unknown kind 'c'. Allowed: a, b."),
         ({"limit": 0}, "f.json: limit must be greater than or equal to 1, not 0."),
         ({"items": []}, "f.json: items must have at least 1 item, not []."),
         ({"items": {}}, "f.json: items must be a valid list, not {}."),

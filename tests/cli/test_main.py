@@ -17,20 +17,15 @@ from made_up import made_up
 from processes import Forked
 from softmax_rnn._utils import files
 from softmax_rnn._utils.errors import EXIT_CODES
-from softmax_rnn.cli import commands
 from softmax_rnn.cli import main as cli
 from softmax_rnn.cli.main import main
 from softmax_rnn.data import prepare
 from softmax_rnn.data.shards import Journal
-from softmax_rnn.experiments.launch import LocalLauncher
+from softmax_rnn.experiments import scheduler
+from softmax_rnn.experiments.launchers import LocalLauncher
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.stopping import RunStopped, StopRequest
-from tiny import TINY
-
-
-def options(texts: Path, out: Path, **fields: object) -> list[str]:
-    merged = {**TINY, "steps": 4, "corpus": texts, "out": out, **fields}
-    return [word for key, value in merged.items() for word in (f"--{key}", str(value))]
+from tiny import TINY, options
 
 
 def test_compare_from_nothing_to_a_report(
@@ -92,9 +87,11 @@ def test_prepare(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_prepare_is_stopped(
     texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(commands, "load_corpus", lambda *_, **__: signal.raise_signal(15))
+    monkeypatch.setattr(
+        "softmax_rnn.training.run.load_corpus", lambda *_, **__: signal.raise_signal(15)
+    )
     assert main(["prepare", str(texts)]) == 75
-    assert capsys.readouterr().err == "Stopped by SIGTERM; the same command goes on\n"
+    assert capsys.readouterr().err == "Stopped by SIGTERM; rerun the same command to resume\n"
 
 
 @pytest.mark.parametrize("command", ["prepare", "train"])
@@ -111,7 +108,7 @@ def test_prepare_stopped_before_its_first_shard_is_prepared_anew(
     }[command]
     monkeypatch.setattr(preparation, "encode_all", lambda *_: signal.raise_signal(15))
     assert main(words) == 75
-    told = "nothing was kept of the corpus: the same command prepares it anew\n"
+    told = "nothing was kept of the corpus: rerun the same command to prepare it anew\n"
     assert capsys.readouterr().err.endswith(f"Stopped by SIGTERM; {told}")
 
 
@@ -129,7 +126,7 @@ def test_prepare_stopped_after_a_shard_goes_on(
 
     monkeypatch.setattr(Journal, "commit", commit)
     assert main(["prepare", str(texts)]) == 75
-    told = "Stopped by SIGTERM; the same command goes on\n"
+    told = "Stopped by SIGTERM; rerun the same command to resume\n"
     assert capsys.readouterr().err.endswith(told)
 
 
@@ -160,7 +157,35 @@ def test_reproduce_dry_run_and_claims(
 
 def test_variants(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["variants"]) == 0
-    assert "denominator=none, norm=l2" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "denominator=none, norm=l2" in shown
+    assert "softmax_l2" in shown
+    assert "Defaults: feature_map=identity, series=exp" in shown
+    assert "taylor:2" in shown
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "reproduce", "generate"])
+def test_help_shows_hyphens(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    options = re.findall(r"(?<![\w-])--[\w-]+", capsys.readouterr().out)
+    assert any("-" in option[2:] for option in options)
+    assert not any("_" in option for option in options)
+
+
+def test_what_finished_is_reported_where_a_run_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up(tmp_path, "softmax", 0, 1.5).path.rename(tmp_path / "softmax-seed0")
+
+    def fail(*_: object, **__: object) -> None:
+        raise scheduler.RunsFailedError("1 of 2 runs did not finish.")
+
+    monkeypatch.setattr(scheduler, "run_all", fail)
+    assert main(["compare", "softmax", "norm", "--out", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert told.err == "error: 1 of 2 runs did not finish.\n"
+    assert str(tmp_path / "results.csv") in told.out
 
 
 @pytest.mark.parametrize(
@@ -174,10 +199,15 @@ def test_variants(capsys: pytest.CaptureFixture[str]) -> None:
         (["compare", "--preset", "dmo"], "Unknown preset 'dmo'. Did you mean 'demo'?"),
         (["compare", "--stepz", "3"], "--stepz. Did you mean '--steps'?"),
         (["train", "--stpes", "20"], "--stpes 20. Did you mean '--steps'?"),
+        (["train", "--step", "20"], "--step 20. Did you mean '--steps'?"),  # no abbreviations
+        (["compare", "softmax", "mine=no.yaml"], "There is no file no.yaml"),
+        (["compare", "softmax", "--dry-run", "--gpu", "H20"], "Did you mean 'H200'?"),
+        (["compare", "softmax", "--cluster", "slurn"], "Did you mean 'slurm'?"),
+        (["compare", "softmax", "--cluster-options", "a"], "KEY=VALUE words, not 'a'"),
         (["train", "-steps", "20"], "-steps 20. Did you mean '--steps'?"),
         (["train", "-steps=20"], "-steps=20. Did you mean '--steps'?"),
-        (["compare", "norm", "-block-size", "20"], "Did you mean '--block_size'?"),
-        (["prepare", "stdlib", "-end-of-txt", "a"], "Did you mean '--end_of_text'?"),
+        (["compare", "norm", "-block-size", "20"], "Did you mean '--block-size'?"),
+        (["prepare", "stdlib", "-end-of-txt", "a"], "Did you mean '--end-of-text'?"),
         (["train", "--steps", "many"], "Got value: many"),
         (["train", "--num-heads", "3"], "num_heads=3 must divide"),
         (["train", "--corpus", "no/such/*.txt"], "No file matches the corpus 'no/such/*.txt'"),
@@ -228,7 +258,7 @@ def test_the_preset_of_a_config_file_is_honoured(
         seen.append(config)
         raise OverflowError("far too large")
 
-    monkeypatch.setattr(commands, "train", stop)
+    monkeypatch.setattr("softmax_rnn.training.train", stop)
     file = tmp_path / "config.yaml"
     file.write_text("preset: small\nsteps: 20_000\n")
     assert main(["train", "--config", str(file), "--seed", "3"]) == 1
@@ -258,7 +288,7 @@ def test_what_the_machine_cannot_do_is_told_in_a_line(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(commands, "train", fail)
+    monkeypatch.setattr("softmax_rnn.training.train", fail)
     assert main(["train", "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"error: {told}\n"
 
@@ -266,9 +296,9 @@ def test_what_the_machine_cannot_do_is_told_in_a_line(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["train"], "stopped; the same command with --resume goes on\n"),
-        (["train", "--resume"], "stopped; the same command goes on\n"),
-        (["compare"], "stopped; the same command goes on\n"),
+        (["train"], "stopped; rerun the same command with --resume to resume\n"),
+        (["train", "--resume"], "stopped; rerun the same command to resume\n"),
+        (["compare"], "stopped; rerun the same command to resume\n"),
     ],
 )
 def test_stopping_is_told_in_a_line(
@@ -281,8 +311,8 @@ def test_stopping_is_told_in_a_line(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    for name in ("train", "run_all"):
-        monkeypatch.setattr(commands, name, interrupt)
+    for name in ("training.train", "experiments.scheduler.run_all"):
+        monkeypatch.setattr(f"softmax_rnn.{name}", interrupt)
     assert main([*words, "--out", str(tmp_path / "run")]) == 130
     assert capsys.readouterr().err == told
 
@@ -300,11 +330,11 @@ def test_what_was_saved_has_an_exit_code_of_its_own(
         seen.append(stop_after)
         raise RunStopped(signal.SIGTERM, "after step 7")
 
-    for name in ("train", "run_all"):
-        monkeypatch.setattr(commands, name, stop)
+    for name in ("training.train", "experiments.scheduler.run_all"):
+        monkeypatch.setattr(f"softmax_rnn.{name}", stop)
     assert main([command, "--out", str(tmp_path / "run"), "--stop-after", "1h50m"]) == 75
     resume = " with --resume" if command == "train" else ""
-    told = f"Stopped by SIGTERM after step 7; the same command{resume} goes on\n"
+    told = f"Stopped by SIGTERM after step 7; rerun the same command{resume} to resume\n"
     assert capsys.readouterr().err == told
     assert seen == [6600]
 

@@ -18,17 +18,14 @@ import torch
 import yaml
 from rich.console import Console
 
-import softmax_rnn.experiments.compare as compare_module
-import softmax_rnn.experiments.launch as launch_module
+import softmax_rnn.experiments.launchers as launch_module
+import softmax_rnn.experiments.scheduler as scheduler
 import softmax_rnn.training.stopping as stopping
 from processes import Forked, start
-from softmax_rnn.experiments.compare import (
-    RunsFailedError,
-    compare_configs,
-    run_all,
-)
-from softmax_rnn.experiments.launch import LocalLauncher, _LocalJob
-from softmax_rnn.experiments.run import PlannedRun
+from softmax_rnn.experiments.compare import compare_configs
+from softmax_rnn.experiments.launchers import LocalJob, LocalLauncher
+from softmax_rnn.experiments.plan import PlannedRun
+from softmax_rnn.experiments.scheduler import RunsFailedError, run_all
 from softmax_rnn.training import RunConfig, train
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.run import load_blocks
@@ -109,7 +106,7 @@ def test_a_run_that_was_left_alone_is_named(texts: Path, tmp_path: Path, console
 def test_of_a_progress_bar_the_last_state_is_told(tmp_path: Path) -> None:
     bar = "".join(f"\r{done}%" for done in range(5000))
     (tmp_path / "log").write_text(f"first{bar}\nerror: the reason\r\n")
-    assert compare_module._last_lines(tmp_path / "log") == "4999%\nerror: the reason\n"
+    assert scheduler._log_end(tmp_path / "log") == "4999%\nerror: the reason\n"
 
 
 def sleepers(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[tuple[str, str | None]]:
@@ -120,10 +117,10 @@ def sleepers(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[tuple[str,
         launched.append((run.name.partition("-")[0], gpu))
         wait = seconds / 10 if run.name.startswith("gate") else seconds
         command = [sys.executable, "-c", f"import time; time.sleep({wait})"]
-        return _LocalJob(subprocess.Popen(command, start_new_session=True), root / "log")
+        return LocalJob(subprocess.Popen(command, start_new_session=True), root / "log")
 
     monkeypatch.setattr(LocalLauncher, "start", start)
-    monkeypatch.setattr(compare_module, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(scheduler, "_POLL_SECONDS", 0.01)
     return launched
 
 
@@ -131,7 +128,7 @@ def test_a_stop_leaves_no_run_behind(
     texts: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = sleepers(monkeypatch, 600)
-    jobs: list[_LocalJob] = []
+    jobs: list[LocalJob] = []
     start = LocalLauncher.start
 
     def remember(*arguments: Any) -> Any:
@@ -142,7 +139,7 @@ def test_a_stop_leaves_no_run_behind(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LocalLauncher, "start", remember)
-    monkeypatch.setattr(compare_module.time, "sleep", interrupt)
+    monkeypatch.setattr(scheduler.time, "sleep", interrupt)
     runs = compare_configs(["softmax", "norm", "gate"], [0], tiny(texts), tmp_path / "runs")
     with pytest.raises(KeyboardInterrupt):
         run_all(runs, tmp_path / "runs", parallel=2, console=console)
@@ -166,7 +163,7 @@ def test_a_signal_is_passed_on_to_the_runs(
         return jobs[-1]
 
     monkeypatch.setattr(LocalLauncher, "start", remember)
-    monkeypatch.setattr(compare_module.time, "sleep", lambda _: signal.raise_signal(number))
+    monkeypatch.setattr(scheduler.time, "sleep", lambda _: signal.raise_signal(number))
     runs = compare_configs(["softmax", "norm", "gate"], [0], tiny(texts), tmp_path / "runs")
     told = f"Stopped by {number.name} with 3 of 3 runs unfinished"
     with pytest.raises(RunStopped, match=told):
@@ -205,7 +202,7 @@ def _deaf_runs() -> None:
             "time.sleep(600)"
         )
         command = [sys.executable, "-c", deaf]
-        return _LocalJob(subprocess.Popen(command, start_new_session=True), root / "log")
+        return LocalJob(subprocess.Popen(command, start_new_session=True), root / "log")
 
     LocalLauncher.start = start  # type: ignore[method-assign]
     stopping._AGAIN = 0.05
@@ -224,10 +221,10 @@ def test_how_runs_end_is_told(
     def start(self: object, run: PlannedRun, root: Path, gpu: str | None) -> Any:
         end = ends[run.name.partition("-")[0]]
         command = [sys.executable, "-c", f"import os, sys; {end}"]
-        return _LocalJob(subprocess.Popen(command), root / "log")
+        return LocalJob(subprocess.Popen(command), root / "log")
 
     monkeypatch.setattr(LocalLauncher, "start", start)
-    monkeypatch.setattr(compare_module, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(scheduler, "_POLL_SECONDS", 0.01)
     runs = compare_configs(list(ends), [0], tiny(texts), tmp_path)
     told = "(?s)2 of 3 .*gate-seed0: killed by SIGKILL.*detached-seed0: exit code 1"
     with pytest.raises(RunsFailedError, match=told):
@@ -257,7 +254,9 @@ def test_a_comparison_goes_on_after_a_signal(texts: Path, tmp_path: Path) -> Non
     process.join(60)
     told = (tmp_path / "log").read_text()
     assert process.exitcode == 75, told
-    assert "Stopped by SIGTERM with 1 of 1 runs unfinished; the same command goes on" in told
+    assert (
+        "Stopped by SIGTERM with 1 of 1 runs unfinished; rerun the same command to resume" in told
+    )
     (saved,) = run.checkpoints
     assert int(saved.name.partition("-")[2]) == run.metrics.step.max() < 100
     assert "Stopped by SIGTERM after step" in (tmp_path / "out/logs/softmax-seed0.log").read_text()

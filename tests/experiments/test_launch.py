@@ -16,14 +16,14 @@ import pytest
 import submitit
 from rich.console import Console
 
-import softmax_rnn.experiments.compare as compare_module
-import softmax_rnn.experiments.launch as launch_module
+import softmax_rnn.experiments.launchers as launch_module
+import softmax_rnn.experiments.scheduler as scheduler
 from failing import fail_in_one
 from processes import at_step
 from softmax_rnn._utils.errors import ExitCode
-from softmax_rnn.experiments import compare_configs, run_all
-from softmax_rnn.experiments.compare import RunsFailedError
-from softmax_rnn.experiments.launch import ClusterLauncher, _ClusterJob, _Training, launcher
+from softmax_rnn.experiments.compare import compare_configs
+from softmax_rnn.experiments.launchers import ClusterJob, ClusterLauncher, _Training, launcher
+from softmax_rnn.experiments.scheduler import RunsFailedError, run_all
 from softmax_rnn.training.distributed import OTHER_FAILED
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.stopping import RunStopped
@@ -45,7 +45,7 @@ def test_runs_as_jobs(
 ) -> None:
     executor = submitit.LocalExecutor(tmp_path / "jobs")
     executor.update_parameters(timeout_min=2)
-    monkeypatch.setattr(compare_module, "launcher", lambda *_: ClusterLauncher(executor, slots=1))
+    monkeypatch.setattr(scheduler, "launcher", lambda *_: ClusterLauncher(executor, slots=1))
     root = tmp_path / "runs"
     runs = compare_configs(["norm"], [0], tiny(texts, steps=4), root)
     run_all(runs, root, cluster="slurm", console=console)
@@ -96,7 +96,7 @@ def test_how_jobs_end_is_told(
     executor = submitit.LocalExecutor(tmp_path / "jobs")
     executor.update_parameters(timeout_min=2)
     cluster = ClusterLauncher(executor, slots=2)
-    monkeypatch.setattr(compare_module, "launcher", lambda *_: cluster)
+    monkeypatch.setattr(scheduler, "launcher", lambda *_: cluster)
     root = tmp_path / "runs"
     bad = compare_configs(["norm"], [0], tiny(texts, vocab_size=100), root)
     with pytest.raises(RunsFailedError, match=r"(?s)norm-seed0: exit code 1.*has 257 ids"):
@@ -110,7 +110,7 @@ def test_how_jobs_end_is_told(
 def test_of_several_processes_the_one_that_failed_is_shown(tmp_path: Path) -> None:
     executor = submitit.LocalExecutor(tmp_path / "jobs")
     executor.update_parameters(timeout_min=2, tasks_per_node=2)
-    job = _ClusterJob(executor.submit(fail_in_one, OTHER_FAILED))
+    job = ClusterJob(executor.submit(fail_in_one, OTHER_FAILED))
     while job.poll() is None:
         time.sleep(0.05)
     assert job.poll() == ExitCode.FAILED

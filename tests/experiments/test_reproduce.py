@@ -2,58 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from rich.console import Console
 
 from made_up import made_up
 from processes import Forked
+from softmax_rnn.cli.main import main
 from softmax_rnn.experiments.costs import bytes_text, cost, count_text, hours_text
 from softmax_rnn.experiments.figures import FIGURES
-from softmax_rnn.experiments.launch import LocalLauncher
-from softmax_rnn.experiments.plan import planned
-from softmax_rnn.experiments.reproduce import draw, finished_runs, plan_table, reproduce
+from softmax_rnn.experiments.launchers import LocalLauncher
+from softmax_rnn.experiments.plan import plan_table
+from softmax_rnn.experiments.reproduce import draw, figure_runs, finished_runs
 from softmax_rnn.experiments.scales import SCALES
 from softmax_rnn.training import RunConfig
 from tiny import TINY
 
 
+def plan_of(figure: str, scale: str, gpu: str = "H200", seeds: Sequence[int] = (0,)) -> Any:
+    root = Path("runs")
+    runs = figure_runs(FIGURES[figure], SCALES[scale], root, seeds)
+    return plan_table(runs, root / scale, gpu)
+
+
 def test_figure2_at_the_papers_scale_is_appendix_d() -> None:
-    table = plan_table("figure2", "paper", Path("runs"), "A100-80GB")
+    table = plan_of("figure2", "paper", "A100-80GB")
     assert len(table) == 9
     assert (table.parameters / 1e6).round().isin([275, 276]).all()
     assert (table.tokens_per_step == 36 * 1024).all()
     assert (table.steps == 100_000).all()
     assert not table.finished.any()
-    run = planned(FIGURES["figure2"], SCALES["paper"], Path("runs"), (0,))[1].config
+    run = figure_runs(FIGURES["figure2"], SCALES["paper"], Path("runs"), (0,))[1].config
     assert (run.attention, run.learning_rate, run.warmup, run.horizon) == (
         "norm",
         1e-4,
         10_000,
         1_000_000,
     )
-    listed = planned(FIGURES["figure2"], SCALES["paper-list"], Path("runs"), (0,))[0].config
+    listed = figure_runs(FIGURES["figure2"], SCALES["paper-list"], Path("runs"), (0,))[0].config
     assert listed.horizon == 100_000
     assert run.corpus == "hf:gmongaras/EleutherAI_the_pile_deduplicated"
 
 
 def test_figure3_is_larger_and_longer() -> None:
-    table = plan_table("figure3", "paper", Path("runs"), "H200")
+    table = plan_of("figure3", "paper")
     assert sorted(set((table.parameters / 1e7).round())) == [28, 208, 209]
     assert sorted(set(table.block_size)) == [1024, 4096]
 
 
 @pytest.mark.parametrize(("figure", "runs"), [("figure4", 6), ("figure5", 29), ("figure6", 17)])
 def test_runs_are_shared_and_planned_once(figure: str, runs: int) -> None:
-    plan = planned(FIGURES[figure], SCALES["demo"], Path("runs"), (0, 1))
+    plan = figure_runs(FIGURES[figure], SCALES["demo"], Path("runs"), (0, 1))
     assert len(plan) == 2 * runs
     assert len({run.folder.path for run in plan}) == len(plan)
     assert {run.folder.path.parent for run in plan} == {Path("runs/demo/base-stdlib")}
 
 
 def test_corpora_that_are_one_give_one_panel(tmp_path: Path) -> None:
-    plan = planned(FIGURES["figure2"], SCALES["demo"], tmp_path, (0,))
+    plan = figure_runs(FIGURES["figure2"], SCALES["demo"], tmp_path, (0,))
     assert [run.config.attention for run in plan] == ["softmax", "norm", "gate"]
 
 
@@ -79,23 +87,14 @@ def test_costs_follow_the_sizes() -> None:
         cost(small, "H20")
 
 
-def test_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Unknown figure 'figure7'. Did you mean"):
-        plan_table("figure7", "demo", tmp_path, "H200")
-    with pytest.raises(ValueError, match="Unknown scale 'papr'. Did you mean 'paper'"):
-        plan_table("figure2", "papr", tmp_path, "H200")
+def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="Unknown variant of figure4 'nrom'. Did you mean 'norm'"):
-        plan_table("figure4", "demo", tmp_path, "H200", variants=["nrom"])
-
-
-def test_a_seed_that_is_given_twice_is_named(tmp_path: Path) -> None:
+        FIGURES["figure4"].only(["nrom"])
     with pytest.raises(ValueError, match="A seed is given twice: 0, 0"):
-        plan_table("figure4", "demo", tmp_path, "A100-80GB", seeds=[0, 0])
+        plan_of("figure4", "demo", seeds=[0, 0])
 
 
 def test_some_of_a_figures_variants() -> None:
-    table = plan_table("figure6", "demo", Path("runs"), "H200", seeds=[5], variants=["gate"])
-    assert list(table.run) == ["base-stdlib/gate-seed5"]
     some = FIGURES["figure6"].only(["gate", "length"])
     assert [panel.variants for panel in some.panels] == [("length", "gate"), ("gate", "length")]
 
@@ -103,7 +102,7 @@ def test_some_of_a_figures_variants() -> None:
 @pytest.mark.parametrize("figure", ["figure2", "figure5", "figure6", "figure9"])
 def test_a_figure_is_drawn_from_what_is_finished(figure: str, tmp_path: Path) -> None:
     scale = SCALES["demo"]
-    for run in planned(FIGURES[figure], scale, tmp_path, (0, 1)):
+    for run in figure_runs(FIGURES[figure], scale, tmp_path, (0, 1)):
         made = made_up(tmp_path / "made", str(run.config.attention), run.config.seed, 1.5)
         run.folder.path.parent.mkdir(parents=True, exist_ok=True)
         made.path.rename(run.folder.path)
@@ -121,14 +120,20 @@ def test_a_figure_is_drawn_from_what_is_finished(figure: str, tmp_path: Path) ->
 
 
 def test_reproduce_runs_what_is_missing_and_draws(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(LocalLauncher, "start", Forked.start)
-    fields = {**TINY, "corpus": str(texts)}
-    console = Console(quiet=True)
-    made = reproduce("figure2", "demo", tmp_path, seeds=[0], fields=fields, console=console)
-    assert {path.name for path in made} >= {"figure2.png", "figure2.svg", "report.html"}
+    fields = [f"{key}={value}" for key, value in {**TINY, "corpus": texts}.items()]
+    words = ["reproduce", "figure2", "--out", str(tmp_path), "--seeds", "0", "--with", *fields]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    for name in ("figure2.png", "figure2.svg", "figure2/report.html"):
+        assert (tmp_path / "demo" / name).exists()
+        assert str(tmp_path / "demo" / name) in shown
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("summary.json")}
     assert len(before) == 3
-    reproduce("figure2", "demo", tmp_path, seeds=[0], fields=fields, console=console)
+    assert main(words) == 0
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("summary.json")}

@@ -14,8 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzzing import fuzzed, snapshot, time_limit
-from softmax_rnn.cli import commands
+from softmax_rnn import training
+from softmax_rnn.analysis import analyze
+from softmax_rnn.cli import generate
 from softmax_rnn.cli.main import main
+from softmax_rnn.experiments import scheduler
+from softmax_rnn.training import run
 
 LINES = [
     ["train", "--attention", "norm", "--steps", "10", "--seed", "3", "--out", "new"],
@@ -25,6 +29,8 @@ LINES = [
     ["prepare", "stdlib", "--max-tokens", "100", "--test_fraction", "0.5"],
     ["reproduce", "figure4", "--dry-run", "--scale", "demo", "--with", "steps=500"],
     ["reproduce", "figure5", "--seeds", "0", "--cluster", "slurm", "--cluster_options", "a=1"],
+    ["compare", "mine=spec.yaml", "early=taylor:8", "--cluster", "slurm", "--parallel", "2"],
+    ["compare", "softmax", "mine=spec.yaml", "--dry-run", "--gpu", "H200"],
     ["claims", "nowhere", "--scale", "demo"],
     ["report", "nowhere"],
     ["generate", "nowhere", "--prompt", "a b", "--top-k", "3", "--temperature", "0.5"],
@@ -40,9 +46,14 @@ ODD = [
     *("--with", "steps", "a=[", "a=*b", "steps=x", "=5", "steps=", "steps=[1]", "stepz=1", ""),
     *("--help", "--version", "-h", "--print_config", "@config.yaml", "!!python/name:os.system"),
     *("[/b]", "[red]", "--out=[/b]", "--out=", "x" * 5000, "9" * 5000, "0", "taylor:3", "\udcff"),
+    *("mine=", "=norm", "norm=gate", "mine=config.yaml", "mine=.", "a/b=norm", "mine=no.yaml"),
     *("--seeds", "--resume", "--resume=maybe", "--compile=7", "--no-such", "--lerning-rate=1"),
     *("--preset", "--attention", "--seeds=1", "--corpus=\0", "--corpus=[/b]", "--tokenizer=../x"),
 ]
+WORK = (
+    *((training, "train"), (run, "load_corpus"), (scheduler, "run_all")),
+    *((generate, "generate"), (analyze, "analyze_checkpoint")),
+)
 WORDS = sorted({word for line in LINES for word in line})
 
 
@@ -59,11 +70,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder to be in, with the work of every command replaced."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "config.yaml").write_text("steps: 20\nattention: gate\n")
+    (folder / "spec.yaml").write_text("variant: gate\nclamp: 3\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for name in ("train", "run_all", "load_corpus", "reproduce", "generate"):
-            patch.setattr(commands, name, _reached)
-        patch.setattr(commands, "analyze_checkpoint", _reached)
+        for module, name in WORK:  # imported before, so that no module takes a replacement for good
+            patch.setattr(module, name, _reached)
         yield folder
 
 

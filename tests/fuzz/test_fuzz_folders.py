@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from fuzzing import damaged, fuzzed, mutated, outcome, time_limit
 from made_up import made_up
-from softmax_rnn.cli import commands
 from softmax_rnn.cli.main import main
 from softmax_rnn.training import RunConfig, train
 from softmax_rnn.training.folder import RunFolder
@@ -127,7 +126,7 @@ def test_claims(tmp_path: Path, name: str) -> None:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commands, "train", _stop)
+        patch.setattr("softmax_rnn.training.train", _stop)
         yield tmp_path_factory.mktemp("config")
 
 
@@ -160,9 +159,11 @@ def test_a_path_is_no_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     run = made_up(tmp_path / "[", "softmax", 0, 1.5)  # so that its path holds "[/softmax"
     summary = json.loads((run.path / "summary.json").read_text())
     (run.path / "summary.json").write_text(json.dumps({**summary, "steps": 1}))
-    monkeypatch.setattr(commands, "train", lambda *_, **__: RunFolder(tmp_path / "[/b]" / ".."))
+    monkeypatch.setattr(
+        "softmax_rnn.training.train", lambda *_, **__: RunFolder(tmp_path / "[/b]" / "..")
+    )
     (tmp_path / "[").mkdir(exist_ok=True)
     folder = tmp_path / "[" / "b]"
     shutil.copytree(run.path, folder)
-    monkeypatch.setattr(commands, "train", lambda *_, **__: RunFolder(folder))
+    monkeypatch.setattr("softmax_rnn.training.train", lambda *_, **__: RunFolder(folder))
     assert _told(["train", "--out", str(folder)]) == (0, "")

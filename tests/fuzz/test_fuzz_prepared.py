@@ -174,7 +174,7 @@ def test_a_manifest_cannot_leave_its_folder(made: Made, tmp_path: Path, where: s
             r"test.shards\[0\].tokens must be a valid integer, not '9'",
         ),
         (lambda m: m["test"].pop("shards"), "test.shards is missing"),
-        (lambda m: m.update(dtype="O"), "dtype must be 'uint16' or 'uint32', not 'O'"),
+        (lambda m: m.update(dtype="O"), "Unknown dtype 'O'. Allowed: uint16, uint32"),
         (lambda m: m.update(end_of_text=257), "end_of_text must be an id of the vocabulary"),
         (lambda m: m.update(train=[]), r"train must be a valid dictionary, not \[\]"),
     ],

@@ -18,12 +18,12 @@ from rich.console import Console
 from made_up import made_up
 from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.ops.variants import variant, variants
-from softmax_rnn.report import find_runs, report
 from softmax_rnn.report.curves import curves
 from softmax_rnn.report.figure import log_limits
 from softmax_rnn.report.grid import Column, draw_orders
 from softmax_rnn.report.html import Place, page
-from softmax_rnn.report.style import style
+from softmax_rnn.report.outputs import find_runs, report
+from softmax_rnn.report.style import style, styles
 from softmax_rnn.report.table import cells, results, rich_table
 from softmax_rnn.training.folder import RunFolder
 
@@ -182,7 +182,7 @@ def test_steps_without_update_are_gaps_and_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seeds", "note"),
     [
-        (1, "One seed a variant."),
+        (1, "One seed per variant."),
         (2, "Lines are means over seeds. Thin lines are single seeds."),
         (3, "Lines are means over seeds. Bands are 95% intervals over seeds."),
     ],
@@ -280,6 +280,12 @@ def test_no_run_is_an_error(tmp_path: Path) -> None:
         find_runs(tmp_path)
     with pytest.raises(ValueError, match="There is no folder .*nothere"):
         find_runs(tmp_path / "nothere")
+
+
+def test_no_two_curves_of_a_figure_look_alike() -> None:
+    names = ["softmax", "norm", "gate", *(f"mine{number}" for number in range(10))]
+    assert len(set(styles(names).values())) == len(names)
+    assert styles(names)["norm"] == style("norm")
 
 
 def test_a_variants_style_is_its_own() -> None:

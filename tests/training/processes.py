@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import pytest
 from benchmarks.kills import difference, killed, start
 
-from softmax_rnn.experiments.run import PlannedRun, config_file, log_file
+from softmax_rnn.experiments.plan import PlannedRun
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.loop import Loop
@@ -74,7 +74,7 @@ class Forked:
 
     @classmethod
     def start(cls, run: PlannedRun, root: Path, slot: str | None) -> Forked:
-        config, log = config_file(run, root), log_file(run, root)
+        config, log = run.config_file(root), run.log_file(root)
         for path in (config, log):
             path.parent.mkdir(parents=True, exist_ok=True)
         run.config.save(config)

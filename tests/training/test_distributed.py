@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from processes import Case, ended
 from softmax_rnn._utils.errors import ExitCode
+from softmax_rnn.training.checkpoint import load_trained
 from softmax_rnn.training.folder import RunFolder
 from test_together import two
 
@@ -86,6 +87,11 @@ def test_a_run_goes_on_with_another_number_of_processes(calm: Case, tmp_path: Pa
         more = cut(one, tmp_path / name, fsdp=sharded)
         go_on(more, processes)
         same(one.folder, more.folder)
+        middle = "checkpoint-48"
+        whole = (more.folder.path / middle / "model.safetensors").exists()
+        assert whole != sharded  # a process that held all of it would be the largest of them
+        weights = [load_trained(run.folder.path / middle).state_dict() for run in (one, more)]
+        torch.testing.assert_close(*weights, rtol=0.0, atol=1e-4)
         back = cut(more, tmp_path / f"{name}-back", fsdp=False)
         assert back.folder.checkpoints[-1].name == f"checkpoint-{HALF}"
         go_on(back, 1)

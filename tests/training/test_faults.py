@@ -202,7 +202,7 @@ def old_and_new(case: Case) -> None:
             os.utime(path, ((year - 1970) * 31_557_600,) * 2)
 
 
-SAVED = r"Stopped by {} after step 7, which checkpoint-7 holds; the same command goes on"
+SAVED = r"Stopped by {} after step 7, which checkpoint-7 holds; rerun the same command to resume"
 UNWRITTEN = r"checkpoint-8 could not be written: .*{}.*MiB left.*run/checkpoint-4; when there is"
 LEFT_OUT = r"checkpoint-7 is left out: {}"
 DAMAGED = r"The prepared corpus .* is damaged: train-00000.bin {}"

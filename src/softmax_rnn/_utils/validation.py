@@ -49,7 +49,7 @@ def validated(kind: Any, data: Any, where: object = "") -> Any:
         raise ValueError(f"{prefix}{place} is missing.")
     if first["type"] == "literal_error":
         allowed = re.findall("'([^']*)'", first["ctx"]["expected"])
-        raise unknown(prefix + place, first["input"], allowed)
+        raise ValueError(f"{prefix}{unknown(place, first['input'], allowed)}")
     if first["type"] == "extra_forbidden":
         raise ValueError(f"{prefix}{place} is not a known field.")
     # Such as "Input should be ...", "List should have at least 1 item after validation, not 0".

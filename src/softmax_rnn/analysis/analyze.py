@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,21 +19,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from rich import box
-from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from softmax_rnn._utils.files import write_json, write_text
+from softmax_rnn._utils.progress import ProgressBar
 from softmax_rnn.analysis.terms import PERCENTILE, LayerTerms
 from softmax_rnn.data import TokenBlocks
-from softmax_rnn.models.loading import load_model
 from softmax_rnn.ops.layer import Attention
 from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training import RunConfig
-from softmax_rnn.training.checkpoint import model_folder
+from softmax_rnn.training.checkpoint import load_trained, model_folder
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.run import load_corpus
 
@@ -44,15 +43,15 @@ class Analysis:
     """What :func:`analyze` measured.
 
     Attributes:
-        heads: a row a layer and head: ``layer``, ``head``, ``max_score`` (the largest |s|),
+        heads: one row per layer and head: ``layer``, ``head``, ``max_score`` (the largest |s|),
             ``p99_score`` (99th percentile of |s|), ``mean_score`` (mean of s), ``order_needed``
             (the lowest order whose mean ``error`` is within the tolerance; missing if none up to
             ``max_order`` is) and ``order_bound`` (``order_for(tolerance, max_score)``: the order
             that keeps every weight within the tolerance of exp, which is less than the output's
             where all weights of a row are small; missing beyond a score of 700).
-        powers: a row a layer, head and power: ``layer``, ``head``, ``power`` n, ``term`` (mean of
-            |s|^n / n! over visible pairs), ``share`` (of the same mean of exp(|s|), the sum of all
-            powers without end: the few largest scores rule it) and ``log10_share``,
+        powers: one row per layer, head and power: ``layer``, ``head``, ``power`` n, ``term`` (mean
+            of |s|^n / n! over visible pairs), ``share`` (of the same mean of exp(|s|), the sum of
+            all powers: the few largest scores rule it) and ``log10_share``,
             ``pair_share`` (mean over pairs of |s|^n / n! / exp(|s|): every pair counts alike),
             ``numerator`` (mean over rows of ||sum_s s^n/n! v_s|| / ||sum_s exp(s) v_s||),
             ``error`` (mean over rows of the relative L2 error of Taylor attention of order n
@@ -74,41 +73,42 @@ class Analysis:
 
     @property
     def note(self) -> str:
-        """What these numbers are for a model whose weights are not exp; empty for others."""
+        """What the numbers mean for a model whose weights are not exp; empty for others."""
         if self.spec.series == "exp":
             return ""
         return (
             f"This model's weights are not exp (series={self.spec.series!r}, "
-            f"order={self.spec.order}): the powers are those of exp's series of its scores."
+            f"order={self.spec.order}): shown is what softmax of the same scores would need."
         )
 
     def table(self) -> Table:
-        """For the terminal: a row a head; the powers are their ``pair_share``."""
-        shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
-        shown.caption = self.note or None
+        """For the terminal: a row per head."""
         kept = min(self.order, 2)  # the powers that linear attention has, and one more
-        names = [*(f"power {n}" for n in range(kept + 1)), f"{kept + 1} and on"]
-        within = f"order within {self.tolerance:g}"
-        for name in (
-            *("layer", "head", "max |s|", f"{PERCENTILE}% |s|", "mean s"),
-            *names,
-            *(within, "by the bound"),
-        ):
-            shown.add_column(name, justify="right", no_wrap=True)
+        powers = [*(f"power {n}" for n in range(kept + 1)), f"{kept + 1} and on"]
+        scores = ("max |s|", f"{PERCENTILE}% |s|", "mean s")
         shares = self.powers.pivot_table(
             index=["layer", "head"], columns="power", values="pair_share"
+        ).to_numpy()[:, : kept + 1]
+        table = terminal_table(
+            ("layer", "head", *scores, *powers, "order needed", "order by the bound"),
+            (
+                [
+                    *(str(head[name]) for name in ("layer", "head")),
+                    *(f"{head[name]:.2f}" for name in ("max_score", "p99_score", "mean_score")),
+                    *(f"{100 * part:.1f}%" for part in (*low, max(0.0, 1 - low.sum()))),
+                    _or(head["order_needed"], f"> {self.max_order}"),
+                    _or(head["order_bound"], "-"),
+                ]
+                for head, low in zip(self.heads.to_dict("records"), shares, strict=True)
+            ),
         )
-        for head, share in zip(self.heads.to_dict("records"), shares.to_numpy(), strict=True):
-            low = share[: kept + 1]
-            shown.add_row(
-                str(head["layer"]),
-                str(head["head"]),
-                *(f"{head[name]:.2f}" for name in ("max_score", "p99_score", "mean_score")),
-                *(f"{100 * part:.1f}%" for part in (*low, max(0.0, 1 - low.sum()))),
-                _or(head["order_needed"], f"> {self.max_order}"),
-                _or(head["order_bound"], "-"),
-            )
-        return shown
+        table.caption = (
+            f"{self.note} s: the scores, on {self.tokens:,} tokens. power n: the share of "
+            "|s|^n / n! in exp(|s|), mean over pairs of tokens. order needed: of the Taylor series "
+            f"whose output is within {self.tolerance:g} of softmax's on this text; by the bound: "
+            "for any scores up to max |s|."
+        ).lstrip()
+        return table
 
 
 def analyze(
@@ -129,7 +129,7 @@ def analyze(
     are those that *exp's* series of these scores has, and the errors those of Taylor attention of
     each order, divided by its row sum, against the softmax of these scores.
 
-    Scores are computed in float32 (float64 for such a model), everything that follows in float64.
+    Scores are computed in float32 (float64 for a float64 model), all that follows in float64.
     Its sums resolve rows whose largest score is above about -16; a row far below has no order that
     computes it, here or anywhere.
 
@@ -144,7 +144,7 @@ def analyze(
         progress: called with the share of the work that is done.
 
     Raises:
-        ValueError: ids, mask or options that do not fit, naming what would; a model without such
+        ValueError: invalid ids, mask or options, naming what is allowed; a model without such
             attention.
         FloatingPointError: a score that is not finite.
     """
@@ -165,38 +165,32 @@ def analyze(
     pairs = int((lengths * (lengths + 1) // 2).sum())
     found = [LayerTerms(name, layer, order, max_order, pairs) for name, layer in layers.items()]
 
-    def visit(layer: LayerTerms, index: int, place: int) -> Callable[..., None]:
+    counted = 0  # layers, over all sequences
+
+    def visit(layer: LayerTerms) -> Callable[..., None]:
         def hook(_: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+            nonlocal counted
             hidden = args[0] if args else given["hidden_states"]
             positions = args[1] if len(args) > 1 else given.get("position_embeddings")
-            layer.add(hidden, positions, shown[index].to(hidden.device))
-            progress((index * len(found) + place + 1) / (len(ids) * len(found)))
+            layer.add(hidden, positions, shown[counted // len(found)].to(hidden.device))
+            counted += 1
+            progress(counted / (len(ids) * len(found)))
 
         return hook
 
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            for index in range(len(ids)):
-                hooks = [
-                    layer.module.register_forward_pre_hook(
-                        visit(layer, index, place), with_kwargs=True
-                    )
-                    for place, layer in enumerate(found)
-                ]
-                try:
-                    # One sequence at a time, and no logits: memory is that of one block's scores.
-                    model.base_model(
-                        input_ids=ids[index : index + 1].to(model.device),
-                        attention_mask=shown[index : index + 1].to(model.device, torch.long),
-                        use_cache=False,
-                    )
-                finally:
-                    for hook in hooks:
-                        hook.remove()
-    finally:
-        model.train(was_training)
+    with torch.no_grad(), ExitStack() as undo:
+        undo.callback(model.train, model.training)
+        model.eval()
+        for layer in found:
+            hook = layer.module.register_forward_pre_hook(visit(layer), with_kwargs=True)
+            undo.callback(hook.remove)
+        for index in range(len(ids)):
+            # One sequence at a time, and no logits: memory is that of one block's scores.
+            model.base_model(
+                input_ids=ids[index : index + 1].to(model.device),
+                attention_mask=shown[index : index + 1].to(model.device, torch.long),
+                use_cache=False,
+            )
     tokens = int(lengths.sum())
     frames = [layer.frames(index, tokens, tolerance) for index, layer in enumerate(found)]
     return Analysis(
@@ -211,13 +205,7 @@ def analyze(
 
 
 def analyze_checkpoint(
-    path: Path,
-    *,
-    blocks: int = 16,
-    order: int = 10,
-    tolerance: float = 1e-2,
-    max_order: int = MAX_ORDER,
-    corpus: str | None = None,
+    path: Path, *, blocks: int = 16, corpus: str | None = None, **options: Any
 ) -> Analysis:
     """As :func:`analyze`, of a saved model on the test split of its run's corpus.
 
@@ -225,10 +213,8 @@ def analyze_checkpoint(
         path: a run's folder (its newest whole checkpoint is taken), a checkpoint in it, or a
             saved model's folder.
         blocks: test blocks to measure on, spread evenly over the split; all if it has fewer.
-        order: the highest power to report.
-        tolerance: the relative error that ``order_needed`` stays within.
-        max_order: the highest order to try.
         corpus: other text to measure on, as a run takes it; needed for a model outside a run.
+        options: of :func:`analyze`: ``order``, ``tolerance``, ``max_order``.
 
     Raises:
         FileNotFoundError: if there is no model in the folder.
@@ -241,7 +227,7 @@ def analyze_checkpoint(
     run = next((run for run in map(RunFolder, (path, folder.parent)) if run.exists), None)
     if run is None and corpus is None:
         raise ValueError(f"{path} is no run's folder, so it names no corpus: name one.")
-    model = load_model(folder)
+    model = load_trained(folder)
     if run is not None:
         config = run.config
     else:
@@ -252,16 +238,8 @@ def analyze_checkpoint(
     split = TokenBlocks(load_corpus(config), "test", config.block_size)
     chosen = np.linspace(0, len(split) - 1, min(blocks, len(split))).round().astype(int)
     ids = torch.stack([split[index]["input_ids"] for index in chosen])
-    with Progress(transient=True) as bar:
-        task = bar.add_task(escape(f"Measuring {folder}"), total=1.0)
-        return analyze(
-            model,
-            ids,
-            order=order,
-            tolerance=tolerance,
-            max_order=max_order,
-            progress=lambda done: bar.update(task, completed=done),
-        )
+    with ProgressBar(f"Measuring {folder}", total=1.0) as bar:
+        return analyze(model, ids, progress=bar.update, **options)
 
 
 def write(analysis: Analysis, folder: Path) -> list[Path]:

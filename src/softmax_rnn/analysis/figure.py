@@ -45,14 +45,14 @@ def draw(analysis: Analysis, folder: Path, *, title: str = "") -> list[Path]:
 
 
 def _draw_shares(figure: Figure, axes: Sequence[Axes], analysis: Analysis) -> None:
-    """The heat maps: a row a head, a column a power."""
+    """The heat maps: one row per head, one column per power."""
     layers = analysis.heads["layer"].to_numpy()
     firsts = np.flatnonzero(np.diff(layers, prepend=-1))
     with np.errstate(divide="ignore"):  # a head without a power
         pair_shares = np.log10(analysis.powers["pair_share"].to_numpy())
     drawn = {
-        "Share in the mean of exp(|s|)": analysis.powers["log10_share"].to_numpy(),
-        "Share in exp(|s|) of a pair, mean": pair_shares,
+        "Share of a power: sums over pairs": analysis.powers["log10_share"].to_numpy(),
+        "Share of a power: mean over pairs": pair_shares,
     }
     largest = analysis.heads["max_score"].max()
     for ax, (title, shares) in zip(axes, drawn.items(), strict=True):
@@ -72,7 +72,7 @@ def _draw_shares(figure: Figure, axes: Sequence[Axes], analysis: Analysis) -> No
             interpolation="nearest",
         )
         ax.set_title(title)
-        ax.set_xlabel("power n: |s|ⁿ/n!")
+        ax.set_xlabel("power n: |s|ⁿ/n! in exp(|s|)")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
         for first in firsts[1:]:
             ax.axhline(first - 0.5, color="white", linewidth=1.5)
@@ -107,7 +107,7 @@ def _draw_orders(ax: Axes, analysis: Analysis) -> None:
         at = np.full(len(beyond), analysis.max_order)
         label = f"more than {analysis.max_order}"
         ax.scatter(at, beyond, size, marker=">", color=_BLUE, label=label, zorder=3)
-    ax.set_title(f"Order for an error within {analysis.tolerance:g}")
+    ax.set_title(f"Order within {analysis.tolerance:g} of softmax")
     ax.set_xlabel("order of the Taylor series")
     ax.margins(x=0.05)
     ax.set_xlim(left=0)

@@ -17,7 +17,7 @@ from softmax_rnn.ops.spec import AttentionSpec
 
 PERCENTILE = 99
 _LEAST_SUM = 1e-6  # what a partial sum that crosses zero is taken for
-_ROWS, _SCORES = 128, 2**19  # a step: at most so many queries, and scores of all heads
+_ROWS, _SCORES = 128, 2**19  # per step, at most: queries, and scores of all heads
 _NEGLIGIBLE = 1e-17  # of a row's weight sum: a float64 sum does not move any more
 
 

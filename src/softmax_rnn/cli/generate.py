@@ -11,13 +11,11 @@ from transformers import TextStreamer, set_seed
 from transformers.cache_utils import Cache, DynamicCache
 
 from softmax_rnn._utils.errors import require_choice
+from softmax_rnn.cli.result_commands import CACHES
 from softmax_rnn.data import load_tokenizer
 from softmax_rnn.models import SoftmaxRNNForCausalLM
 from softmax_rnn.models.cache import RecurrentCache, key_value_bytes, recurrent_bytes
-from softmax_rnn.models.loading import load_model
-from softmax_rnn.training.checkpoint import model_folder
-
-CACHES = ("auto", "recurrent", "key-value", "none")
+from softmax_rnn.training.checkpoint import load_trained, model_folder
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Generation:
         cache: ``recurrent``, ``key-value`` or ``none``.
         recurrent_bytes: size of a recurrent cache; ``None`` for a spec that has none.
         key_value_bytes: size of a key/value cache after ``tokens`` tokens.
-        meet: the number of tokens from which the recurrent one is the smaller; ``None`` as above.
+        smaller_from: tokens from which the recurrent cache is the smaller; ``None`` as above.
     """
 
     text: str
@@ -38,7 +36,7 @@ class Generation:
     cache: str
     recurrent_bytes: int | None
     key_value_bytes: int
-    meet: int | None
+    smaller_from: int | None
 
     def __str__(self) -> str:
         """The cache used and both sizes, in a line."""
@@ -47,7 +45,7 @@ class Generation:
             return f"cache: {self.cache}; {sizes}; this attention has no recurrent form"
         return (
             f"cache: {self.cache}; recurrent cache {decimal(self.recurrent_bytes)} at any length, "
-            f"{sizes}; the recurrent one is smaller from {self.meet:,} tokens"
+            f"{sizes}; the recurrent one is smaller from {self.smaller_from:,} tokens"
         )
 
 
@@ -91,7 +89,7 @@ def generate(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be >= 1, not {max_new_tokens!r}.")
     folder = model_folder(checkpoint)
-    model = load_model(folder).eval()
+    model = load_trained(folder).eval()
     tokenizer = load_tokenizer(str(folder), local=True)
     if not isinstance(model, SoftmaxRNNForCausalLM):
         raise ValueError(f"{folder} holds a {type(model).__name__}, not one of this package.")
@@ -123,7 +121,7 @@ def generate(
         cache={RecurrentCache: "recurrent", DynamicCache: "key-value"}.get(type(used), "none"),
         recurrent_bytes=states,
         key_value_bytes=per_token * tokens,
-        meet=None if states is None else states // per_token + 1,
+        smaller_from=None if states is None else states // per_token + 1,
     )
 
 

@@ -9,20 +9,16 @@ holds when all its checks do, and fails when one does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from softmax_rnn.experiments.figures import FIGURES
-from softmax_rnn.experiments.figures.figure4 import LINEAR
-from softmax_rnn.experiments.figures.figure5 import ORDERS
-from softmax_rnn.report.statistics import Difference, paired_difference
+from softmax_rnn.experiments.figures import FIGURES, LINEAR, ORDERS, THREE
+from softmax_rnn.report.statistics import Difference, paired_runs
+from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.metrics import loss_spikes
 
@@ -50,6 +46,16 @@ class Check:
     other: str
     margin: float = 0.0
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Where ``d`` must lie."""
+        return {
+            "equal": (-self.margin, self.margin),
+            "worse": (self.margin, math.inf),
+            "slightly worse": (0, self.margin),
+            "better": (-math.inf, -self.margin),
+        }[self.kind]
+
     def __str__(self) -> str:
         """In words, the margin where it matters."""
         margin = f" by > {self.margin:g}" if self.margin else ""
@@ -75,100 +81,78 @@ def _each(
     return tuple(Check(v, kind, other, margin) for v in variants for other in others)
 
 
-_REPLACED = (
-    *_each(["norm"], "equal", ["softmax"], EQUAL),
-    *_each(["gate"], "slightly worse", ["softmax"], SLIGHT),
-)
-_FIRST, _LAST = 1, ORDERS[-1]
+_EQUAL = _each(["norm"], "equal", ["softmax"], EQUAL)
+_SLIGHTLY_WORSE = _each(["gate"], "slightly worse", ["softmax"], SLIGHT)
+_LAST = ORDERS[-1]
+_STEPS = ((0, 1), (1, 2), (2, 4), (4, _LAST))  # of the highest power
+_GROWING = (f"taylor_elu:{_LAST}", f"taylor_relu:{_LAST}")
+_NORMS = ("norm", "norm_rms", "norm_layer_length", "norm_l2_length")
 
-CLAIMS: tuple[Claim, ...] = (
-    Claim(
-        1,
-        "Norm's loss equals softmax's.",
-        ("figure2", "figure4"),
-        _each(["norm"], "equal", ["softmax"], EQUAL),
-    ),
-    Claim(
-        2,
+# The sentence, the figures whose runs decide it, and its checks.
+_CLAIMS: tuple[tuple[str, tuple[str, ...], tuple[Check, ...]], ...] = (
+    ("Norm's loss equals softmax's.", ("figure2", "figure4"), _EQUAL),
+    (
         "Gate is slightly worse, and spikes at times.",
         ("figure2", "figure4"),
-        (
-            Check("gate", "slightly worse", "softmax", SLIGHT),
-            Check("gate", "spikier", "softmax"),
-        ),
+        (*_SLIGHTLY_WORSE, Check("gate", "spikier", "softmax")),
     ),
-    Claim(3, "Both hold with a larger model and a longer sequence.", ("figure3",), _REPLACED),
-    Claim(
-        4,
+    (
+        "Both hold with a larger model and a longer sequence.",
+        ("figure3",),
+        (*_EQUAL, *_SLIGHTLY_WORSE),
+    ),
+    (
         "Every linear variant is clearly worse than softmax, norm and gate.",
         ("figure4",),
-        _each(LINEAR, "worse", ["softmax", "norm", "gate"], CLEAR),
+        _each(LINEAR, "worse", THREE, CLEAR),
     ),
-    Claim(
-        5,
+    (
         f"Adding powers moves linear towards softmax; by n = {_LAST} the series matches it.",
         ("figure5",),
         (
-            *(
-                Check(f"taylor:{high}", "better", f"taylor:{low}")
-                for low, high in ((0, 1), (1, 2), (2, 4), (4, _LAST))
-            ),
+            *(Check(f"taylor:{high}", "better", f"taylor:{low}") for low, high in _STEPS),
             Check(f"taylor:{_LAST}", "equal", "softmax", EQUAL),
         ),
     ),
-    Claim(
-        6,
+    (
         "Powers help elu and relu maps but never reach softmax; they do nothing for cosine.",
         ("figure5",),
         (
-            *(
-                Check(f"{name}:{_LAST}", "better", f"{name}:{_FIRST}")
-                for name in ("taylor_elu", "taylor_relu")
-            ),
-            *_each([f"taylor_elu:{_LAST}", f"taylor_relu:{_LAST}"], "worse", ["softmax"], EQUAL),
-            Check(f"taylor_cosine:{_LAST}", "equal", f"taylor_cosine:{_FIRST}", EQUAL),
+            *(Check(name, "better", name.replace(f":{_LAST}", ":1")) for name in _GROWING),
+            *_each(_GROWING, "worse", ["softmax"], EQUAL),
+            Check(f"taylor_cosine:{_LAST}", "equal", "taylor_cosine:1", EQUAL),
         ),
     ),
-    Claim(
-        7,
+    (
         "Detaching the denominator hurts much.",
         ("figure6",),
         _each(["detached"], "worse", ["softmax", "clamped"], NEAR),
     ),
-    Claim(
-        8,
+    (
         "Length division alone is near softmax but unstable; a gate stabilises it somewhat.",
         ("figure6",),
         (
             Check("length", "equal", "softmax", NEAR),
-            Check("length", "spikier", "softmax"),
-            Check("length", "spikier", "gate"),
+            *_each(["length"], "spikier", ["softmax", "gate"]),
         ),
     ),
-    Claim(
-        9,
+    (
         "A gate without length division is poor on test.",
         ("figure6",),
         _each(["gate_only"], "worse", ["gate", "softmax"], CLEAR),
     ),
-    Claim(
-        10,
+    (
         "ReLU in place of exp hurts, with or without gate or norm.",
         ("figure6",),
-        (
-            Check("relu_gate", "worse", "gate", CLEAR),
-            Check("norm_relu", "worse", "norm", CLEAR),
-        ),
+        (Check("relu_gate", "worse", "gate", CLEAR), Check("norm_relu", "worse", "norm", CLEAR)),
     ),
-    Claim(
-        11,
+    (
         "L2, RMS, LayerNorm and L2 with length division all match softmax.",
         ("figure6",),
-        _each(
-            ["norm", "norm_rms", "norm_layer_length", "norm_l2_length"], "equal", ["softmax"], EQUAL
-        ),
+        _each(_NORMS, "equal", ["softmax"], EQUAL),
     ),
 )
+CLAIMS = tuple(Claim(number, *claim) for number, claim in enumerate(_CLAIMS, start=1))
 
 
 @dataclass(frozen=True)
@@ -248,49 +232,38 @@ def examine(check: Check, runs: Runs, where: str) -> Finding:
     shared = sorted(set(variant) & set(other))
     if not shared:
         return Finding(check, where, "not run")
-    losses = _losses(variant, shared), _losses(other, shared)
-    difference = paired_difference(*losses, confidence=CONFIDENCE)
+    difference = paired_runs(variant, other, shared, CONFIDENCE)
     spikes, reason = None, "the interval allows both"
     if check.kind == "spikier":
-        counts = [
-            sum(loss_spikes(of[seed].metrics.loss) for seed in shared) for of in (variant, other)
-        ]
-        spikes = (counts[0], counts[1])
+        spikes = _spikes(variant, shared), _spikes(other, shared)
         # Counts of a few events decide little; none at all decides nothing.
         outcome = _outcome(spikes[0] > spikes[1], spikes[0] <= spikes[1] and spikes != (0, 0))
         reason = "no spikes"
     else:
-        inner = paired_difference(*losses, confidence=2 * CONFIDENCE - 1)
-        outcome = _DECIDE[check.kind](difference, inner, check.margin)
+        low, high = check.bounds
+        # Two one-sided tests at 5% are a 90% interval.
+        level = 2 * CONFIDENCE - 1 if check.kind == "equal" else CONFIDENCE
+        tested = paired_runs(variant, other, shared, level)
+        outcome = _outcome(
+            low < tested.low and tested.high < high,
+            difference.high <= low or difference.low >= high,
+        )
     if len(shared) == 1:  # another seed may say otherwise
         outcome, reason = "undecided", "one seed"
     reason = reason if outcome == "undecided" else ""
     return Finding(check, where, outcome, len(shared), difference, spikes, reason)
 
 
-def _losses(seeds: Mapping[int, RunFolder], shared: Sequence[int]) -> NDArray[np.float64]:
-    return np.stack([seeds[seed].test_losses for seed in shared])
+def _spikes(runs: Mapping[int, RunFolder], seeds: Sequence[int]) -> int:
+    return sum(loss_spikes(runs[seed].metrics.loss) for seed in seeds)
 
 
 def _outcome(holds: bool, fails: bool) -> Outcome:
     return "holds" if holds else "fails" if fails else "undecided"
 
 
-# From the 95% interval, the 90% one (for two one-sided tests at 5%) and the margin.
-_DECIDE: dict[str, Callable[[Difference, Difference, float], Outcome]] = {
-    "equal": lambda d, inner, margin: _outcome(
-        -margin < inner.low and inner.high < margin, d.low >= margin or d.high <= -margin
-    ),
-    "worse": lambda d, _, margin: _outcome(d.low > margin, d.high <= margin),
-    "better": lambda d, _, margin: _outcome(d.high < -margin, d.low >= -margin),
-    "slightly worse": lambda d, _, margin: _outcome(
-        d.low > 0 and d.high < margin, d.high <= 0 or d.low >= margin
-    ),
-}
-
-
 def verdict_table(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """One row a finding, as plain data; numbers that are not there, or not finite, are ``None``."""
+    """One row per finding, as plain data; missing numbers, and infinite ones, are ``None``."""
     return [
         {
             "claim": verdict.claim.number,
@@ -311,11 +284,10 @@ def verdict_table(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
 
 
 def _numbers(difference: Difference | None) -> dict[str, float | str | None]:
-    if difference is None:
-        return dict.fromkeys(("difference", "low", "high", "interval_over"))
-    values = {"difference": difference.mean, "low": difference.low, "high": difference.high}
-    finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
-    return {**finite, "interval_over": difference.over}
+    names = ("difference", "low", "high", "interval_over")
+    values = (None,) * len(names) if difference is None else astuple(difference)
+    finite = (None if value in (-math.inf, math.inf) else value for value in values)
+    return dict(zip(names, finite, strict=True))
 
 
 _COLORS = {"holds": "green", "fails": "red", "undecided": "yellow", "not run": "dim"}
@@ -323,10 +295,8 @@ _COLORS = {"holds": "green", "fails": "red", "undecided": "yellow", "not run": "
 
 def rich_verdicts(verdicts: Sequence[Verdict]) -> Table:
     """The verdicts for the terminal: a claim, and below it what each check found."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("claim", "verdict", "difference [95% interval]", "seeds", "where"):
-        right = column in ("difference [95% interval]", "seeds")
-        table.add_column(column, justify="right" if right else "left", no_wrap=True)
+    columns = ("claim", "verdict", "difference [95% interval]", "seeds", "where")
+    table = terminal_table(columns, left=("claim", "verdict", "where"))
     for verdict in verdicts:
         table.add_row(
             f"[bold]{verdict.claim.number:2}. {verdict.claim.text}[/bold]",

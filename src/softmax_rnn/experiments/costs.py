@@ -8,18 +8,13 @@ from functools import lru_cache
 
 import torch
 
-from softmax_rnn._utils.errors import unknown
-from softmax_rnn.models import SoftmaxRNNForCausalLM
+from softmax_rnn._utils.errors import require_choice
 from softmax_rnn.training.config import RunConfig
-from softmax_rnn.training.run import model_config
 
 # Dense bfloat16 operations a second by the makers' data sheets.
 GPUS = {"A100-80GB": 312e12, "H100-80GB": 989e12, "H200": 989e12, "L40S": 362e12}
-# The share of them that training of such models reaches.
+# The share of them that training of these models reaches.
 UTILISATION = 0.4
-# Rows of the embedding where the tokenizer has not been loaded: Llama 2's, or bytes and an end.
-_VOCABULARY = {"bytes": 257}
-_LLAMA_VOCABULARY = 32_000
 
 
 @dataclass(frozen=True)
@@ -50,8 +45,7 @@ def cost(config: RunConfig, gpu: str) -> Cost:
     channel and visible key for the scores and sums of attention. Activations are those of a Llama
     layer in bfloat16 with memory-lean attention, and the logits in float32.
     """
-    if gpu not in GPUS:
-        raise unknown("GPU", gpu, GPUS)
+    require_choice("GPU", gpu, GPUS)
     # Sizes alone count: one meta model serves every seed, corpus and schedule.
     parameters = _parameters(json.dumps(replace(config, seed=0, corpus="").to_dict()))
     vocabulary = _vocabulary(config)
@@ -92,11 +86,15 @@ def bytes_text(size: float) -> str:
 
 
 def _vocabulary(config: RunConfig) -> int:
-    return config.vocab_size or _VOCABULARY.get(config.tokenizer, _LLAMA_VOCABULARY)
+    """Rows of the embedding; the tokenizer is not loaded: bytes and an end, or Llama 2's."""
+    return config.vocab_size or (257 if config.tokenizer == "bytes" else 32_000)
 
 
 @lru_cache(maxsize=256)
 def _parameters(fields: str) -> int:
+    from softmax_rnn.models import SoftmaxRNNForCausalLM  # GPUS is read without transformers
+    from softmax_rnn.training.run import model_config
+
     config = RunConfig.from_dict(json.loads(fields))
     with torch.device("meta"):
         model = SoftmaxRNNForCausalLM(model_config(config, _vocabulary(config), 0))

@@ -1,9 +1,68 @@
-"""The scales an experiment runs at: a laptop, one GPU, the paper's cluster."""
+"""The scales a figure is reproduced at: a laptop, one GPU, the paper's cluster."""
 
 from __future__ import annotations
 
-from softmax_rnn.experiments.plan import Corpus, Scale
-from softmax_rnn.training.config import PRESETS
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from softmax_rnn.experiments.figures import Panel
+from softmax_rnn.training.config import PRESETS, RunConfig
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus: its name in folders, its title, and its settings."""
+
+    label: str
+    title: str
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the names in a panel mean: settings of a ``RunConfig``.
+
+    Attributes:
+        name: a folder of this name holds its runs.
+        about: one line for the command's help.
+        base: settings of every run.
+        conditions: further settings by condition.
+        corpora: by the name in a panel; several names may be one corpus here.
+        seeds: one run each, unless others are asked for.
+    """
+
+    name: str
+    about: str
+    base: Mapping[str, Any]
+    conditions: Mapping[str, Mapping[str, Any]]
+    corpora: Mapping[str, Corpus]
+    seeds: tuple[int, ...] = (0,)
+
+    def config(self, panel: Panel, variant: str, seed: int, fields: Mapping[str, Any]) -> RunConfig:
+        """The run of a panel's variant; ``fields`` override the scale's.
+
+        Raises:
+            ValueError: for a field that is unknown, or that the figure sets itself.
+        """
+        for name, instead in (("attention", "--variants"), ("seed", "--seeds")):
+            if name in fields:
+                raise ValueError(f"{name} is set by the figure: use {instead}.")
+        return RunConfig.from_dict(
+            {
+                **self.base,
+                **self.conditions[panel.condition],
+                **self.corpora[panel.corpus].fields,
+                **fields,
+                "attention": variant,
+                "seed": seed,
+            }
+        )
+
+    def place(self, panel: Panel) -> str:
+        """The folder of a panel's runs, whichever figures share them: ``base-fineweb``."""
+        return f"{panel.condition}-{self.corpora[panel.corpus].label}"
+
 
 # Test share and tokenizer of the paper; SlimPajama has a test split of its own.
 _PILE = Corpus("pile", "The Pile", {"corpus": "hf:gmongaras/EleutherAI_the_pile_deduplicated"})
@@ -49,11 +108,7 @@ SCALES: dict[str, Scale] = {
                 "evaluate_every": 500,
                 "save_every": 500,
             },
-            {
-                "base": {},
-                "large": {"num_layers": 40},
-                "long": _LONG,
-            },
+            {"base": {}, "large": {"num_layers": 40}, "long": _LONG},
             _WEB,
         ),
         Scale(

@@ -11,10 +11,11 @@ except ModuleNotFoundError as error:
     raise missing_extra("hf", "softmax_rnn.models", error) from error
 
 from softmax_rnn.models.cache import RecurrentCache
-from softmax_rnn.models.configuration import SIZES, SoftmaxRNNConfig
+from softmax_rnn.models.configuration import SoftmaxRNNConfig
 from softmax_rnn.models.conversion import from_llama
 from softmax_rnn.models.initialization import initialize
 from softmax_rnn.models.modeling import SoftmaxRNNForCausalLM, SoftmaxRNNModel
+from softmax_rnn.sizes import SIZES
 
 __all__ = [
     "SIZES",

@@ -9,16 +9,7 @@ from transformers import AutoConfig, LlamaConfig
 from softmax_rnn._utils.errors import unknown
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.variants import resolve
-
-# The paper's sizes (appendix D; `deep` is in the authors' code alone) and one for a laptop.
-_COLUMNS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_TABLE = {
-    "demo": (128, 256, 4, 4),
-    "small": (1024, 2048, 20, 16),
-    "large": (3072, 6144, 20, 16),
-    "deep": (1024, 2048, 60, 32),
-}
-SIZES = {name: dict(zip(_COLUMNS, row, strict=True)) for name, row in _TABLE.items()}
+from softmax_rnn.sizes import SIZES
 
 # Name under which the mask maker is registered (see modeling.py).
 MASKING = "softmax_rnn"

@@ -76,7 +76,7 @@ _TABLE: dict[str, Spec] = {
     # Related work that the paper names (Miller, 2023).
     "softmax_plus_one": Spec(denominator="sum_plus_one"),
 }
-_ALIASES = {"softmax_l2": "norm"}
+ALIASES = {"softmax_l2": "norm"}
 _REGISTERED: dict[str, Spec] = {}  # by register_variant, in this process
 
 GROUP = "softmax_rnn.variants"  # of the entry points that packages declare
@@ -134,7 +134,7 @@ def variant(name: str, *, order: int | None = None) -> Spec:
     family, colon, suffix = name.partition(":")
     spec = _find(family)
     if spec is None:
-        raise unknown("variant", name, [*_TABLE, *_ALIASES, *_entry_points(), *_REGISTERED])
+        raise unknown("variant", name, [*_TABLE, *ALIASES, *_entry_points(), *_REGISTERED])
     if colon:
         if order is not None:
             raise ValueError(f"variant {name!r} names its order; order={order!r} came on top.")
@@ -168,7 +168,7 @@ def resolve(spec: Spec | str) -> Spec:
 
 def _find(name: str) -> Spec | None:
     """The spec of a name without an order; packages are asked only for names unknown so far."""
-    name = _ALIASES.get(name, name)
+    name = ALIASES.get(name, name)
     for known in (_TABLE, _REGISTERED):
         if name in known:
             return known[name]
@@ -194,7 +194,7 @@ def _entry_points() -> dict[str, list[EntryPoint]]:
 @functools.cache
 def _load(name: str) -> Spec:
     """The spec that packages give a name; ``ValueError`` names the package that has none for it."""
-    taken = _TABLE.get(_ALIASES.get(name, name))
+    taken = _TABLE.get(ALIASES.get(name, name))
     for point in _entry_points()[name]:
         package = point.dist.name if point.dist else "unknown"
         try:

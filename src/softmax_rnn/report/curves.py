@@ -42,13 +42,13 @@ class Curve:
 
     @property
     def last(self) -> float:
-        """The last mean that is one; a training curve has gaps where no step made an update."""
+        """The last mean; a training curve has gaps (NaN) where no step made an update."""
         means = self.mean[~np.isnan(self.mean)]
         return float(means[-1]) if len(means) else math.nan
 
 
 def curves(runs: Sequence[RunFolder], split: str) -> list[Curve]:
-    """One curve a variant: ``test`` (every evaluation) or ``train`` (means over windows)."""
+    """One curve per variant: ``test`` (every evaluation) or ``train`` (means over windows)."""
     drawn = []
     for variant, seeds in by_variant(runs).items():
         drawn.append(mean_curve(variant, [_rows(run, split) for run in seeds.values()]))
@@ -77,10 +77,10 @@ def drawn_each(seeds: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def note(seeds: Iterable[int], single: str = "Thin lines", band: str = "Bands") -> str:
-    """What a figure shows of the seeds, where its variants have so many of them."""
+    """How a figure shows seeds, given how many each variant has."""
     counts = set(seeds)
     if counts == {1}:
-        return "One seed a variant."
+        return "One seed per variant."
     words = ["Lines are means over seeds."]
     if any(1 < count < _FEWEST for count in counts):
         words.append(f"{single} are single seeds.")

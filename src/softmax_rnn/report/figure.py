@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from softmax_rnn._utils.files import file_aside
 from softmax_rnn.report.curves import Curve, curves, note
-from softmax_rnn.report.style import LOOK, style
+from softmax_rnn.report.style import LOOK, styles
 from softmax_rnn.training.folder import RunFolder
 
 # The share of the run that the vertical axis need not show: its steep start.
@@ -54,8 +54,9 @@ def save(figure: Figure, stem: Path) -> list[Path]:
 
 def panel(ax: Axes, lines: list[Curve], title: str) -> None:
     """Draw curves with their seeds or bands into one pair of axes, the lowest named first."""
+    looks = styles(line.variant for line in lines)
     for line in sorted(lines, key=lambda line: line.last):
-        look = style(line.variant)
+        look = looks[line.variant]
         ax.plot(
             line.tokens / 1e6,
             line.mean,

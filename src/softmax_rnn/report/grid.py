@@ -1,4 +1,4 @@
-"""The paper's figures in its own arrangement: a column a panel, test above train."""
+"""The paper's figures in its arrangement: one column per panel, test above train."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Column(NamedTuple):
 
 
 def draw_curves(columns: Sequence[Column], title: str, stem: Path, large: bool) -> list[Path]:
-    """Loss against tokens, a column a panel, test above train; writes PNG and SVG."""
-    unit = (6.0, 4.2) if large else (4.2, 3.0)
+    """Loss against tokens, one column per panel, test above train; writes PNG and SVG."""
+    unit = (7.4, 4.2) if large else (5.6, 3.0)
     counts: list[int] = []
     with mpl.rc_context(LOOK):
         size = (unit[0] * len(columns), unit[1] * len(TITLES) + 0.4)
@@ -41,7 +41,14 @@ def draw_curves(columns: Sequence[Column], title: str, stem: Path, large: bool) 
                 ax = axes[row, place]
                 panel(ax, lines, f"{column.title}: {TITLES[split].lower()}")
                 ax.set_ylim(*limits)
-                ax.legend(frameon=False, fontsize="x-small", title="final loss")
+                # Beside the curves: within the axes it would hide some.
+                ax.legend(
+                    title="final loss",
+                    loc="upper left",
+                    bbox_to_anchor=(1, 1),
+                    frameon=False,
+                    handlelength=3,
+                )
             axes[0, place].set_xlabel("")
         for row in axes[:, 0]:
             row.set_ylabel("nats per token (log scale)")

@@ -17,13 +17,13 @@ from plotly.offline import get_plotlyjs
 from softmax_rnn._utils.plain_yaml import format_yaml
 from softmax_rnn.report.curves import Curve, curves, mean_curve, note, windows
 from softmax_rnn.report.figure import log_limits
-from softmax_rnn.report.style import style
+from softmax_rnn.report.style import Style, styles
 from softmax_rnn.report.table import by_variant, cells, interval_note, label
 from softmax_rnn.training.folder import RunFolder
 
-# A training curve has at most so many points, which is what a screen shows.
+# Points of a training curve, at most: what a screen shows.
 _FINEST = 400
-# Smoothing: windows of so many of those points, while enough windows remain.
+# Smoothing: points per window, while enough windows remain.
 _SMOOTHING = (1, 2, 5, 10, 20, 50)
 _FEWEST, _AT_FIRST = 8, 40
 
@@ -45,10 +45,10 @@ def page(
     """The whole page; everything that a configuration could say is escaped.
 
     Args:
-        places: a section each.
+        places: one section each.
         folder: where the page will lie; its links are relative.
         title: the heading.
-        claims: a row a check, as ``experiments.claims.verdict_table`` gives them.
+        claims: one row per check, as ``experiments.claims.verdict_table`` gives them.
     """
     environment = Environment(
         loader=PackageLoader("softmax_rnn.report", "."),
@@ -89,12 +89,12 @@ def _section(place: Place, folder: Path) -> dict[str, Any]:
 def _curves(runs: Sequence[RunFolder]) -> dict[str, Any]:
     """What the page's script draws: the curves of every level of smoothing, and their limits."""
     test, train = curves(runs, "test"), curves(runs, "train")
-    levels = _train_levels(runs)
+    levels, looks = _train_levels(runs), styles(curve.variant for curve in test)
     enough = [place for place, (_, level) in enumerate(levels) if len(level[0].mean) >= _AT_FIRST]
     return {
         "limits": log_limits([*test, *train]),
-        "test": [[_plain(curve) for curve in test]],
-        "train": [[_plain(curve) for curve in level] for _, level in levels],
+        "test": [[_plain(curve, looks[curve.variant]) for curve in test]],
+        "train": [[_plain(curve, looks[curve.variant]) for curve in level] for _, level in levels],
         "steps": [steps for steps, _ in levels],
         "first": max(enough, default=0),
     }
@@ -121,8 +121,7 @@ def _train_levels(runs: Sequence[RunFolder]) -> list[tuple[int, list[Curve]]]:
     ]
 
 
-def _plain(curve: Curve) -> dict[str, Any]:
-    look = style(curve.variant)
+def _plain(curve: Curve, look: Style) -> dict[str, Any]:
     band = {"low": _rounded(curve.low), "high": _rounded(curve.high)}
     return {
         "variant": curve.variant,

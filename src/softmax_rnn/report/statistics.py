@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
+
+from softmax_rnn.training.folder import RunFolder
 
 BLOCKS_ONLY = "test blocks only"
 
@@ -68,5 +71,18 @@ def paired_difference(
     if variance == 0:
         return Difference(mean, mean, mean, over)
     freedom = variance**2 / sum(part**2 / free for part, free in parts)
-    half = float(stats.t.ppf((1 + confidence) / 2, freedom)) * math.sqrt(variance)
-    return Difference(mean, mean - half, mean + half, over)
+    low, high = stats.t.interval(confidence, freedom, mean, math.sqrt(variance))
+    return Difference(mean, float(low), float(high), over)
+
+
+def paired_runs(
+    runs: Mapping[int, RunFolder],
+    reference: Mapping[int, RunFolder],
+    seeds: Sequence[int],
+    confidence: float = 0.95,
+) -> Difference:
+    """The difference of the final test losses of two variants, on the seeds that they share."""
+    losses, others = (
+        np.stack([of[seed].test_losses for seed in seeds]) for of in (runs, reference)
+    )
+    return paired_difference(losses, others, confidence)

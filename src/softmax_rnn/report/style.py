@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 # Okabe and Ito's colours, told apart by colour-blind readers.
@@ -49,22 +50,11 @@ _FREE = [
     for color in _PALETTE
     if (look := Style(color, dashes)) not in _FIXED.values()
 ]
-# What stands beside those in figure 6, no two alike.
+# The ablations of figure 6, no two alike.
 _ABLATIONS = (
-    "detached",
-    "clamped",
-    "length",
-    "detached_gate",
-    "gate_only",
-    "input_gate",
-    "both_gates",
-    "relu_gate",
-    "norm_l2_clamped",
-    "norm_l2_length",
-    "norm_rms",
-    "norm_rms_length",
-    "norm_layer_length",
-    "norm_relu",
+    *("detached", "clamped", "length", "detached_gate", "gate_only", "input_gate", "both_gates"),
+    *("relu_gate", "norm_l2_clamped", "norm_l2_length", "norm_rms", "norm_rms_length"),
+    *("norm_layer_length", "norm_relu"),
 )
 _STYLES = {**_FIXED, **dict(zip(_ABLATIONS, _FREE, strict=False))}
 
@@ -72,13 +62,22 @@ _STYLES = {**_FIXED, **dict(zip(_ABLATIONS, _FREE, strict=False))}
 def style(variant: str) -> Style:
     """The style of a variant, by its name alone.
 
-    Of ``taylor_elu:4`` the series gives the dashes and the order the colour.
+    In ``taylor_elu:4`` the series gives the dashes and the order the colour.
     """
+    series, _, order = variant.partition(":")
     if variant in _STYLES:
         return _STYLES[variant]
-    series, colon, order = variant.partition(":")
-    if colon and series in _SERIES and order.isdecimal():
+    if series in _SERIES and order.isdecimal():
         color = _BY_ORDER.get(int(order), _PALETTE[int(order) % len(_PALETTE)])
         return Style(color, _DASHES[_SERIES.index(series)])
-    draw = hashlib.sha256(variant.encode()).digest()
-    return Style(_PALETTE[draw[0] % len(_PALETTE)], _DASHES[draw[1] % len(_DASHES)])
+    return _FREE[int(hashlib.sha256(variant.encode()).hexdigest(), 16) % len(_FREE)]
+
+
+def styles(variants: Iterable[str]) -> dict[str, Style]:
+    """The styles of variants in one figure: where two have the same, one takes another."""
+    looks: dict[str, Style] = {}
+    for name in sorted(variants, key=lambda name: (name not in _STYLES, name)):
+        look, taken = style(name), looks.values()
+        free = (other for other in _FREE if other not in taken)
+        looks[name] = next(free, look) if look in taken else look
+    return looks

@@ -1,39 +1,31 @@
-"""The comparison as a table: one row a variant."""
+"""The comparison as a table: one row per variant."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
-from rich import box
 from rich.table import Table
 
-from softmax_rnn.ops.variants import variants
-from softmax_rnn.report.statistics import BLOCKS_ONLY, Difference, paired_difference
+from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.variants import resolve, variants
+from softmax_rnn.report.statistics import BLOCKS_ONLY, Difference, paired_runs
+from softmax_rnn.report.terminal import terminal_table
+from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder, differences
 
 REFERENCE = "softmax"
 # Fields of a summary that are shown where they are not 0, and their titles.
 _EVENTS = {"skipped_steps": "steps skipped", "loss_spikes": "loss spikes"}
-# The text itself is compared by its hash, wherever it lies; those after it change no result.
-_MAY_DIFFER = (
-    "attention",
-    "seed",
-    "corpus",
-    "text_column",
-    "save_every",
-    "keep_checkpoints",
-    "tensorboard",
-    "skip_non_finite",
-    "fsdp",
-)
+# The text itself is compared by its hash, wherever it lies.
+_MAY_DIFFER = ("attention", "seed", "corpus", "text_column", *RunConfig.neutral_fields())
 
 
 def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
-    """One row a variant; losses are means over its seeds.
+    """One row per variant; losses are means over its seeds.
 
     Columns: variant, seeds, parameters, train_loss (mean of the last tenth of the run), test_loss
     (after the last step, on the whole test split), difference, low, high (to softmax, paired by
@@ -56,9 +48,7 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
             "parameters": int(summaries.parameters[0]),
             "train_loss": summaries.train_loss.mean(),
             "test_loss": summaries.test_loss.mean(),
-            "difference": np.nan,
-            "low": np.nan,
-            "high": np.nan,
+            **dict.fromkeys(("difference", "low", "high"), np.nan),
             "interval_over": "",
             "tokens_per_second": summaries.tokens_per_second.median(),
             "peak_memory_bytes": int(summaries.peak_memory_bytes.max()),
@@ -66,7 +56,7 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
         }
         shared = sorted(set(seeds) & set(reference))
         if shared and variant != REFERENCE:
-            paired = paired_difference(_losses(seeds, shared), _losses(reference, shared))
+            paired = paired_runs(seeds, reference, shared)
             row |= {"difference": paired.mean, "low": paired.low, "high": paired.high}
             row["interval_over"] = paired.over
         rows.append(row)
@@ -109,6 +99,12 @@ def by_variant(runs: Sequence[RunFolder]) -> dict[str, dict[int, RunFolder]]:
                 f"{run.path} and {seeds[run.config.seed].path} are runs of one variant and seed; "
                 "report on one of them."
             )
+        first = next(iter(seeds.values()), run)
+        if first.config.spec != run.config.spec:
+            raise ValueError(
+                f"{first.path} and {run.path} have one name, {label(run)!r}, for two attentions: "
+                "report on them apart."
+            )
         seeds[run.config.seed] = run
     rank = {name: place for place, name in enumerate(variants())}
 
@@ -121,46 +117,46 @@ def by_variant(runs: Sequence[RunFolder]) -> dict[str, dict[int, RunFolder]]:
 
 
 def label(run: RunFolder) -> str:
-    """What a run's attention is called: its variant's name, or the fields of its own."""
+    """What a run's attention is called in tables and figures.
+
+    A variant's name; for an attention given by its fields, NAME of a folder ``NAME-seed0``, or the
+    fields that are not softmax's.
+    """
     attention = run.config.attention
     if isinstance(attention, str):
         return attention
-    return ", ".join(f"{key}={value}" for key, value in attention.items())
+    folder = run.path.absolute().name
+    name = folder.removesuffix(f"-seed{run.config.seed}")
+    if name != folder and may_name(name, run.config.spec):
+        return name
+    plain = AttentionSpec().to_dict()
+    fields = run.config.spec.to_dict()
+    changed = (f"{key}={fields[key]}" for key in plain if fields[key] != plain[key])
+    return ", ".join(changed) or REFERENCE
 
 
-def _losses(seeds: dict[int, RunFolder], shared: Sequence[int]) -> NDArray[np.float64]:
-    return np.stack([seeds[seed].test_losses for seed in shared])
+def may_name(name: str, spec: AttentionSpec) -> bool:
+    """Whether a name may stand for a specification: no variant with another one has that name."""
+    try:
+        return resolve(name) == spec
+    except ValueError:
+        return re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None
 
 
 def cells(table: pd.DataFrame) -> list[list[str]]:
     """The table's cells as text, the header first; all-zero event columns are dropped."""
-    events = {title: name for name, title in _EVENTS.items() if table[name].any()}
-    header = [
-        "variant",
-        "seeds",
-        "parameters",
-        "train loss",
-        "test loss",
-        f"minus {REFERENCE} [95% interval]",
-        "tokens/s",
-        "peak memory",
-        *events,
-    ]
-    rows = [
-        [
-            row["variant"],
-            str(row["seeds"]),
-            f"{row['parameters']:,}",
-            f"{row['train_loss']:.4f}",
-            f"{row['test_loss']:.4f}",
-            difference_text(row),
-            f"{row['tokens_per_second']:,.0f}",
-            f"{row['peak_memory_bytes'] / 2**20:,.0f} MiB",
-            *(f"{row[name]:,}" for name in events.values()),
-        ]
-        for row in table.to_dict("records")
-    ]
-    return [header, *rows]
+    shown = {
+        "variant": table.variant,
+        "seeds": table.seeds.map(str),
+        "parameters": table.parameters.map("{:,}".format),
+        "train loss": table.train_loss.map("{:.4f}".format),
+        "test loss": table.test_loss.map("{:.4f}".format),
+        f"minus {REFERENCE} [95% interval]": map(difference_text, table.to_dict("records")),
+        "tokens/s": table.tokens_per_second.map("{:,.0f}".format),
+        "peak memory": table.peak_memory_bytes.map(lambda size: f"{size / 2**20:,.0f} MiB"),
+        **{title: table[x].map("{:,}".format) for x, title in _EVENTS.items() if table[x].any()},
+    }
+    return [list(shown), *(list(row) for row in zip(*shown.values(), strict=True))]
 
 
 def difference_text(row: Mapping[Any, Any]) -> str:
@@ -183,10 +179,6 @@ def interval_note(table: pd.DataFrame) -> str:
 def rich_table(table: pd.DataFrame) -> Table:
     """For the terminal."""
     header, *rows = cells(table)
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
+    shown = terminal_table(header, rows, left=header[:1])
     shown.caption = interval_note(table) or None
-    for index, name in enumerate(header):
-        shown.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
-    for row in rows:
-        shown.add_row(*row)
     return shown

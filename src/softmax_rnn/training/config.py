@@ -22,9 +22,9 @@ from softmax_rnn._utils.validation import (
     Seed,
     validated,
 )
-from softmax_rnn.models.configuration import SIZES
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.variants import resolve
+from softmax_rnn.sizes import SIZES
 
 Precision = Literal["auto", "fp32", "bf16"]
 Packing = Literal["blocks", "documents"]

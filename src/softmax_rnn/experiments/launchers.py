@@ -1,4 +1,8 @@
-"""Where runs run: processes of this machine, or jobs of a Slurm cluster through submitit."""
+"""Where runs run: processes on this machine, or jobs of a Slurm cluster through submitit.
+
+A launcher has slots (a GPU, a share of the cores, a job of the cluster) and starts a run in one of
+them; what it returns is polled for the run's exit code.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from softmax_rnn._utils.errors import ExitCode, unknown
-from softmax_rnn.experiments.run import PlannedRun, config_file, log_file
-from softmax_rnn.training import train
-from softmax_rnn.training.config import RunConfig
+from softmax_rnn._utils.errors import ExitCode, require_choice
+from softmax_rnn.experiments.plan import PlannedRun
+from softmax_rnn.training import RunConfig, train
 from softmax_rnn.training.distributed import OTHER_FAILED
 from softmax_rnn.training.stopping import RunStopped
 
@@ -28,44 +31,12 @@ CLUSTERS = ("local", "slurm")
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**29)}
 
 
-class Job(Protocol):
-    """A run that was started."""
-
-    @property
-    def log(self) -> Path:
-        """What it prints."""
-
-    def poll(self) -> int | None:
-        """Its exit code; ``None`` while it runs."""
-
-    def terminate(self) -> None:
-        """Ask it to stop; it leaves a folder to go on with."""
-
-    def wait(self) -> object:
-        """Until it has stopped."""
-
-    def kill(self) -> None:
-        """End it, saved or not."""
-
-
-class Launcher(Protocol):
-    """Starts runs in slots: a GPU, a share of the cores, a job of the cluster."""
-
-    slots: list[str | None]
-
-    def start(self, run: PlannedRun, root: Path, slot: str | None) -> Job:
-        """Start a run, or go on with it."""
-
-    def __str__(self) -> str:
-        """What a slot is, for people."""
-
-
 class LocalLauncher:
-    """A process a run, each with its share of the cores, or a GPU.
+    """One process per run, each with its share of the cores, or a GPU.
 
     Args:
-        runs: how many there are to make.
-        parallel: slots; unless given, one a GPU, or one a core.
+        runs: how many runs there are to make.
+        parallel: slots; by default one per GPU, or one per core.
     """
 
     def __init__(self, runs: int, parallel: int | None) -> None:
@@ -78,9 +49,9 @@ class LocalLauncher:
         threads = _environment(self.threads, None)["OMP_NUM_THREADS"]
         return f"{threads} thread{'' if threads == '1' else 's'} each"
 
-    def start(self, run: PlannedRun, root: Path, slot: str | None) -> Job:
-        """Start one configuration in a process of its own."""
-        config, log = config_file(run, root), log_file(run, root)
+    def start(self, run: PlannedRun, root: Path, slot: str | None) -> LocalJob:
+        """Start or resume a run in a process of its own."""
+        config, log = run.config_file(root), run.log_file(root)
         for path in (config, log):
             path.parent.mkdir(parents=True, exist_ok=True)
         run.config.save(config)
@@ -92,13 +63,13 @@ class LocalLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C reaches it once, from us
+                start_new_session=True,  # Ctrl-C reaches it once: from the scheduler
             )
-        return _LocalJob(process, log)
+        return LocalJob(process, log)
 
 
 class ClusterLauncher:
-    """A job a run. Jobs that the cluster stops early go on where they were; see ``_Training``.
+    """One job per run. Jobs that the cluster stops early resume; see ``_Training``.
 
     Args:
         executor: a submitit executor.
@@ -112,9 +83,9 @@ class ClusterLauncher:
     def __str__(self) -> str:
         return f"jobs of {type(self.executor).__name__}"
 
-    def start(self, run: PlannedRun, root: Path, slot: str | None) -> Job:
+    def start(self, run: PlannedRun, root: Path, slot: str | None) -> ClusterJob:
         """Submit one run."""
-        return _ClusterJob(self.executor.submit(_Training(run.config, run.folder.path.resolve())))
+        return ClusterJob(self.executor.submit(_Training(run.config, run.folder.path.resolve())))
 
 
 def launcher(
@@ -125,19 +96,18 @@ def launcher(
     Args:
         cluster: its name.
         root: logs of jobs are kept below it.
-        runs: how many there are to make.
-        parallel: at a time.
+        runs: how many runs there are to make.
+        parallel: runs at a time.
         options: of submitit's executor: ``slurm_partition``, ``gpus_per_node``, ``timeout_min``...
     """
     if parallel is not None and parallel < 1:
         raise ValueError(f"parallel must be at least 1, not {parallel}.")
+    require_choice("cluster", cluster, CLUSTERS)
     if cluster == "local":
         if options:
             raise ValueError(f"cluster='local' takes no options; {', '.join(options)} given.")
         return LocalLauncher(runs, parallel)
-    if cluster not in CLUSTERS:
-        raise unknown("cluster", cluster, CLUSTERS)
-    import submitit  # an import of a second that only clusters need
+    import submitit  # needed on clusters alone
 
     try:
         executor = submitit.AutoExecutor(root / "jobs", cluster=cluster)
@@ -172,45 +142,54 @@ class _Training:
         return ExitCode.FINISHED
 
     def checkpoint(self) -> Any:
-        """Queue the same again: it goes on from its newest checkpoint."""
+        """Queue the same work again: it resumes from its newest checkpoint."""
         import submitit
 
         return submitit.helpers.DelayedSubmission(self)
 
 
 @dataclass
-class _LocalJob:
+class LocalJob:
+    """A run's process."""
+
     process: subprocess.Popen[bytes]
     log: Path
 
     def poll(self) -> int | None:
+        """The exit code; ``None`` while it runs."""
         return self.process.poll()
 
     def terminate(self) -> None:
+        """Ask it to stop; it leaves a folder to resume."""
         self.process.terminate()
 
     def wait(self) -> None:
+        """Wait until it has stopped."""
         self.process.wait()
 
     def kill(self) -> None:
+        """End it at once, saved or not."""
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
 @dataclass
-class _ClusterJob:
+class ClusterJob:
+    """A run's job, with the methods of :class:`LocalJob`."""
+
     job: Any
     code: int | None = None
 
     @property
     def log(self) -> Path:
-        """Of several processes, that of one that does not blame another."""
+        """Of several processes, the log of one that does not blame another."""
         logs = [Path(self.job.task(i).paths.stderr) for i in range(self.job.num_tasks)]
         own = (log for log in logs if log.exists() and OTHER_FAILED not in log.read_text())
         return next(own, logs[0])
 
     def poll(self) -> int | None:
+        """The exit code; ``None`` while it runs."""
         if self.code is None and self.job.done():
             try:
                 self.code = max(self.job.results())  # waits for it, if there is none
@@ -219,14 +198,17 @@ class _ClusterJob:
         return self.code
 
     def terminate(self) -> None:
-        # Left alone it would still write to its folder when the same command starts the run again.
-        self.job.cancel(check=False)  # if one cannot be, the others are
+        """Cancel it: left alone, it would write to its folder while a resumed run does."""
+        self.job.cancel(check=False)  # if one cannot be cancelled, the others still are
+
+    kill = terminate
 
     def wait(self) -> None:
-        """The cluster ends a cancelled job in its own time."""
+        """Return at once: the cluster ends a cancelled job in its own time."""
 
-    def kill(self) -> None:
-        self.terminate()
+
+Job = LocalJob | ClusterJob
+Launcher = LocalLauncher | ClusterLauncher
 
 
 def _gpus() -> list[str]:
@@ -243,7 +225,7 @@ def _cores() -> int:
 
 
 def _environment(threads: int, gpu: str | None) -> dict[str, str]:
-    """The environment of a run's process; threads that the user limits stay limited."""
+    """The environment of a run's process; a limit on threads set by the user is kept."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if wanted.isdecimal() and int(wanted) > 0:
         threads = min(threads, int(wanted))

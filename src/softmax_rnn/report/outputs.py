@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -32,16 +31,11 @@ def find_runs(root: Path) -> list[RunFolder]:
     return runs
 
 
-def report(
-    runs: Sequence[RunFolder], root: Path, claims: Sequence[Mapping[str, Any]] = ()
-) -> tuple[pd.DataFrame, list[Path]]:
-    """Write the table, figure and page of ``runs`` into ``root``; return the table and paths.
-
-    ``claims`` are the page's, as ``experiments.claims.verdict_table`` gives them.
-    """
+def report(runs: Sequence[RunFolder], root: Path) -> tuple[pd.DataFrame, list[Path]]:
+    """Write the table, figure and page of ``runs`` into ``root``; return the table and paths."""
     make_writable(root)
     table = results(runs)
     write_text(root / "results.csv", table.to_csv(index=False))
     figures = draw(runs, root)
-    write_text(root / "report.html", page([Place("Results", runs, table)], root, claims=claims))
+    write_text(root / "report.html", page([Place("Results", runs, table)], root))
     return table, [root / "results.csv", *figures, root / "report.html"]

@@ -1,0 +1,90 @@
+"""What the commands share: their description, common options, and printing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jsonargparse import ArgumentParser, Namespace
+
+from softmax_rnn.training.config import PRESETS, RunConfig
+from softmax_rnn.training.stopping import seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+class Command(NamedTuple):
+    """A subcommand.
+
+    Attributes:
+        help: one line for the list of commands.
+        options: adds its options to a parser, given the defaults of a run.
+        run: does it; returns the exit code. It imports what it needs: the parser must stay fast.
+        about: its description; ``help`` unless given.
+        epilog: printed below its options.
+        extra: the optional dependencies that it needs.
+    """
+
+    help: str
+    options: Callable[[ArgumentParser, dict[str, Any]], None]
+    run: Callable[[Namespace], int]
+    about: str = ""
+    epilog: str = ""
+    extra: str = "train"
+
+
+def add_preset(parser: ArgumentParser) -> None:
+    """``--preset``, whose fields are the defaults of all other options."""
+    parser.add_argument("--preset", type=str, default="demo", help=f"one of {', '.join(PRESETS)}")
+
+
+def add_config(parser: ArgumentParser, defaults: dict[str, Any], skip: set[str]) -> None:
+    """The fields of a run's configuration, less those of ``skip``, and a file for them."""
+    parser.add_argument("--config", action="config", help="YAML file with options below")
+    add_preset(parser)
+    parser.add_class_arguments(RunConfig, skip=skip)
+    parser.set_defaults({key: value for key, value in defaults.items() if key not in skip})
+
+
+def run_config(parsed: Namespace) -> RunConfig:
+    """The configuration that the options of :func:`add_config` give."""
+    given = vars(parsed)
+    return RunConfig.from_dict({key: given[key] for key in RunConfig().to_dict() if key in given})
+
+
+def add_stop_after(parser: ArgumentParser) -> None:
+    """``--stop-after``."""
+    parser.add_argument("--stop_after", type=str, help="save and stop after, say, 1h50m or 90s")
+
+
+def stop_after(parsed: Namespace) -> float | None:
+    """``--stop-after`` in seconds."""
+    return None if parsed.stop_after is None else seconds(parsed.stop_after)
+
+
+def show(table: RenderableType) -> None:
+    """Print a table whole: on a narrow terminal lines wrap, and no number is cut off."""
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    wide = Console(width=1000)
+    wide.width = max(Console().width, Measurement.get(wide, wide.options, table).maximum)
+    wide.print(table)
+
+
+def show_paths(paths: Iterable[Path]) -> None:
+    """Print the files that were written."""
+    for path in paths:
+        print(f"  {path}")
+
+
+def report_on(runs: Sequence[Any], root: Path) -> None:
+    """Write the report of finished runs into ``root``, and print its table."""
+    from softmax_rnn.report.outputs import report
+    from softmax_rnn.report.table import rich_table
+
+    table, paths = report(runs, root)
+    show(rich_table(table))
+    show_paths(paths)

@@ -1,0 +1,110 @@
+"""The parser of the command line. It imports nothing slow: every command imports what it runs."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser, Namespace
+
+from softmax_rnn import __version__
+from softmax_rnn._utils.errors import EXIT_CODES
+from softmax_rnn._utils.plain_yaml import parse_yaml
+from softmax_rnn.cli import result_commands, run_commands
+from softmax_rnn.training.config import RunConfig
+
+COMMANDS = {**run_commands.COMMANDS, **result_commands.COMMANDS}
+
+
+class _Parser(ArgumentParser):
+    """Names an error in one line, with the nearest option; shows hyphens in options."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the message, the nearest name to a mistyped one, and exit with 2."""
+        known = {name.lstrip("-"): name for name in self._names()}
+        for word in re.findall(r"[\w-]+", message):
+            if word in known or word in known.values():
+                continue
+            if near := difflib.get_close_matches(word.lstrip("-"), known, n=1, cutoff=0.75):
+                meant = known[near[0]] if word.startswith("-") else near[0]
+                message = f"{message.rstrip('.')}. Did you mean {meant!r}?"
+                break
+        print(f"error: {_hyphens(message)}\nHelp: {self.prog} --help", file=sys.stderr)
+        raise SystemExit(2)
+
+    def format_help(self) -> str:
+        """The help; options are parsed with underscores."""
+        return _hyphens(super().format_help())
+
+    def _names(self) -> list[str]:
+        """The options and subcommands, those of the subcommands included."""
+        names: list[str] = []
+        for action in self._actions:
+            names += action.option_strings
+            if isinstance(action.choices, dict):
+                for name, parser in action.choices.items():
+                    names += [name, *parser._names()]
+        return names
+
+
+def parse(words: Sequence[str]) -> tuple[str, Namespace]:
+    """The command and its options; exits after ``--help``, ``--version`` or a mistake."""
+    words = [_underscores(word) for word in words]
+    parser = _Parser(
+        prog="softmax-rnn",
+        description="Softmax attention as a sum of RNNs: train, compare and understand variants.",
+        version=__version__,
+        allow_abbrev=False,
+        epilog=f"Exit codes: {'; '.join(f'{code} {about}' for code, about in EXIT_CODES.items())}.",
+    )
+    commands = parser.add_subcommands()
+    for name, command in COMMANDS.items():
+        about = command.about or f"{command.help[0].upper()}{command.help[1:]}."
+        options = _Parser(description=about, epilog=command.epilog or None, allow_abbrev=False)
+        if name in words:  # the options of the others are not asked for
+            command.options(options, _preset(words))
+        commands.add_subcommand(name, options, help=command.help)
+    parsed = parser.parse_args(words)
+    return parsed.subcommand, parsed[parsed.subcommand]
+
+
+def _hyphens(text: str) -> str:
+    """``--block-size`` for ``--block_size``, all over a text."""
+    return re.sub(r"(?<![\w-])--\w+", lambda option: option[0].replace("_", "-"), text)
+
+
+def _underscores(word: str) -> str:
+    """``--block_size`` for ``--block-size``; a value after ``=`` stays as it is."""
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value if word.startswith("--") else word
+
+
+def _preset(words: Sequence[str]) -> dict[str, Any]:
+    """The defaults of ``--preset``, or of ``preset`` in a ``--config``; other options override."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset", nargs="?")
+    parser.add_argument("--config", nargs="?", action="append", default=[])
+    given = parser.parse_known_args(list(words))[0]
+    name = given.preset
+    for path in reversed(given.config):
+        name = name or _preset_of(path)
+    return RunConfig.preset(name or "demo").to_dict()
+
+
+def _preset_of(path: str | None) -> str | None:
+    """The ``preset`` of a YAML file; a missing file is an error of the parser.
+
+    Raises:
+        ValueError: for a file with aliases, which jsonargparse would expand without an end.
+    """
+    file = Path(path or "")
+    if not file.is_file():
+        return None
+    data = parse_yaml(file.read_bytes(), file)
+    name = data.get("preset") if isinstance(data, dict) else None
+    return None if name is None else str(name)

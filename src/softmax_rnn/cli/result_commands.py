@@ -1,0 +1,150 @@
+"""The commands that read what runs have left: claims, report, generate, analyze; and variants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from softmax_rnn._utils.files import require_writable, write_json
+from softmax_rnn.cli.command import Command, report_on, show, show_paths
+from softmax_rnn.experiments.scales import SCALES
+from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.variants import ALIASES, FAMILIES, variants
+
+CACHES = ("auto", "recurrent", "key-value", "none")
+
+
+def _claims_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
+    parser.add_argument("runs", type=str, nargs="?", default="runs", help="folder of the runs")
+    parser.add_argument("--scale", type=str, default="demo", help=f"one of {', '.join(SCALES)}")
+
+
+def _claims(parsed: Namespace) -> int:
+    from softmax_rnn.experiments.claims import judge, rich_verdicts, verdict_table
+    from softmax_rnn.experiments.reproduce import finished_runs
+
+    root = Path(parsed.runs)
+    found = finished_runs(parsed.scale, root)
+    if not found:
+        raise ValueError(
+            f"No finished run of scale {parsed.scale!r} in {root}: make some with softmax-rnn "
+            f"reproduce figure4 --scale {parsed.scale} --out {root}."
+        )
+    verdicts = judge(found)
+    show(rich_verdicts(verdicts))
+    path = root / parsed.scale / "claims.json"
+    write_json(path, verdict_table(verdicts))
+    show_paths([path])
+    return 0
+
+
+def _report_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
+    parser.add_argument("runs", type=str, help="folder with runs")
+
+
+def _report(parsed: Namespace) -> int:
+    from softmax_rnn.report.outputs import find_runs
+
+    root = Path(parsed.runs)
+    report_on(find_runs(root), root)
+    return 0
+
+
+def _generate_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
+    parser.add_argument("checkpoint", type=str, help="folder of a run or of a saved model")
+    parser.add_argument("--prompt", type=str, required=True, help="the text to continue")
+    parser.add_argument("--max_new_tokens", type=int, default=200, help="at most this many")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
+    parser.add_argument("--top_k", type=int, help="sample among this many likeliest tokens")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling")
+    parser.add_argument("--cache", type=str, default="auto", help=f"one of {', '.join(CACHES)}")
+
+
+def _generate(parsed: Namespace) -> int:
+    from transformers.utils.logging import disable_progress_bar
+
+    from softmax_rnn.cli.generate import generate
+
+    disable_progress_bar()
+    options = parsed.as_dict()
+    print(f"\n{generate(Path(options.pop('checkpoint')), **options, streamed=True)}")
+    return 0
+
+
+def _analyze_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
+    parser.add_argument("checkpoint", type=str, help="folder of a run or of a saved model")
+    parser.add_argument("--corpus", type=str, help="text to measure on (default: the run's own)")
+    parser.add_argument("--blocks", type=int, default=16, help="test blocks to measure on")
+    parser.add_argument("--order", type=int, default=10, help="highest power to show")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-2, help="of an output's relative error"
+    )
+    parser.add_argument("--out", type=str, help="folder to write to (default: the checkpoint's)")
+
+
+def _analyze(parsed: Namespace) -> int:
+    from transformers.utils.logging import disable_progress_bar
+
+    from softmax_rnn.analysis.analyze import analyze_checkpoint, write
+    from softmax_rnn.analysis.figure import draw
+
+    checkpoint = Path(parsed.checkpoint)
+    folder = Path(parsed.out or checkpoint)
+    require_writable(folder)  # before the work
+    disable_progress_bar()
+    options = {name: parsed[name] for name in ("blocks", "order", "tolerance", "corpus")}
+    found = analyze_checkpoint(checkpoint, **options)
+    show(found.table())
+    show_paths([*write(found, folder), *draw(found, folder, title=checkpoint.name)])
+    return 0
+
+
+def _variants(_: Namespace) -> int:
+    from softmax_rnn.report.terminal import terminal_table
+
+    plain = AttentionSpec().to_dict()
+    aliases = {name: alias for alias, name in ALIASES.items()}
+    rows = []
+    for name, spec in variants().items():
+        changed = {key: value for key, value in spec.to_dict().items() if value != plain[key]}
+        fields = ", ".join(f"{key}={value}" for key, value in changed.items())
+        shown = f"{name}:{spec.order}" if name in FAMILIES else name
+        rows.append([shown, aliases.get(name, ""), fields or "the defaults"])
+    header = ("variant", "also named", "fields that are not the defaults")
+    table = terminal_table(header, rows, left=header)
+    show(table)
+    print("Defaults: " + ", ".join(f"{key}={value}" for key, value in plain.items()))
+    print(f"{', '.join(FAMILIES)} take any order, as in taylor:4; without one it is 2.")
+    return 0
+
+
+COMMANDS = {
+    "claims": Command(
+        "a verdict on every claim of the paper",
+        _claims_options,
+        _claims,
+        about="A verdict on each of the paper's eleven claims, from the finished runs.",
+        extra="report",
+    ),
+    "report": Command(
+        "table, figure and page of finished runs", _report_options, _report, extra="report"
+    ),
+    "generate": Command(
+        "continue a prompt with a trained model",
+        _generate_options,
+        _generate,
+        about="Continue a prompt, print the text as it is generated, and say which cache was used "
+        "and its size.",
+    ),
+    "analyze": Command(
+        "the powers that a trained model's heads use",
+        _analyze_options,
+        _analyze,
+        about="Measure how large each power's term is in every head on real text, and the order "
+        "that a head needs to approximate softmax to a tolerance.",
+        extra="report",
+    ),
+    "variants": Command("list the variants", lambda parser, defaults: None, _variants),
+}

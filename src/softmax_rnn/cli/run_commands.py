@@ -1,0 +1,238 @@
+"""The commands that make runs: train, prepare, compare, reproduce."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from softmax_rnn._utils.errors import require_choice
+from softmax_rnn._utils.plain_yaml import parse_fields
+from softmax_rnn.cli.command import (
+    Command,
+    add_config,
+    add_preset,
+    add_stop_after,
+    report_on,
+    run_config,
+    show,
+    show_paths,
+    stop_after,
+)
+from softmax_rnn.experiments.costs import GPUS
+from softmax_rnn.experiments.figures import FIGURES
+from softmax_rnn.experiments.scales import SCALES
+from softmax_rnn.ops.variants import variants
+from softmax_rnn.training.config import RunConfig
+from softmax_rnn.training.stopping import StopRequest
+
+if TYPE_CHECKING:
+    from softmax_rnn.experiments.plan import PlannedRun
+
+_DEMO = ("softmax", "norm", "gate", "linear_elu", "linear_relu", "linear_cosine")
+
+
+def _train_options(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
+    parser.add_argument("--out", type=str, default="runs/train", help="the run's folder")
+    parser.add_argument("--resume", action="store_true", help="resume an unfinished run")
+    add_stop_after(parser)
+    add_config(parser, defaults, skip=set())
+
+
+def _train(parsed: Namespace) -> int:
+    from softmax_rnn.training import train
+
+    folder = train(
+        run_config(parsed), Path(parsed.out), resume=parsed.resume, stop_after=stop_after(parsed)
+    )
+    if os.environ.get("RANK", "0") == "0":  # one process of a run speaks for all
+        summary = folder.summary
+        print(
+            f"{folder.path}: {summary['steps']} steps, train loss {summary['train_loss']:.4f}, "
+            f"test loss {summary['test_loss']:.4f}"
+        )
+    return 0
+
+
+# The settings of a run that its prepared corpus depends on.
+_CORPUS_FIELDS: dict[str, Any] = {
+    "tokenizer": str,
+    "end_of_text": str | None,
+    "text_column": str,
+    "test_fraction": float,
+    "split_seed": int,
+    "max_tokens": int | None,
+}
+
+
+def _prepare_options(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
+    parser.add_argument("corpus", type=str, help="stdlib, a file, folder or glob, or hf:owner/name")
+    add_preset(parser)
+    for name, kind in _CORPUS_FIELDS.items():
+        parser.add_argument(f"--{name}", type=kind, default=defaults[name])
+    parser.add_argument(
+        "--workers", type=int, help="threads that tokenise (default, and most: one per core)"
+    )
+    parser.add_argument("--verify", action="store_true", help="check every shard by its hash")
+
+
+def _prepare(parsed: Namespace) -> int:
+    from softmax_rnn.training.run import load_corpus
+
+    fields = {name: parsed[name] for name in ("corpus", *_CORPUS_FIELDS)}
+    with StopRequest():
+        corpus = load_corpus(RunConfig.from_dict(fields), workers=parsed.workers)
+        if parsed.verify:
+            corpus.verify()
+    for split in ("train", "test"):
+        counts = corpus.manifest[split]
+        print(f"{split:5} {counts['tokens']:,} tokens, SHA-256 {counts['sha256']}")
+    show_paths([corpus.folder])
+    return 0
+
+
+def _compare_options(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
+    parser.add_argument(
+        "variants",
+        nargs="*",
+        default=list(_DEMO),
+        metavar="VARIANT | NAME=VARIANT | NAME=FILE.yaml",
+        help="what to train: variants, or your own attentions as fields of an AttentionSpec",
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run each")
+    parser.add_argument("--out", type=str, default="runs/compare", help="folder of the runs")
+    _add_scheduling(parser)
+    add_config(parser, defaults, skip={"attention", "seed"})
+
+
+def _compare(parsed: Namespace) -> int:
+    from softmax_rnn.experiments.compare import compare_configs
+
+    root = Path(parsed.out)
+    runs = compare_configs(parsed.variants, parsed.seeds, run_config(parsed), root)
+
+    def report() -> None:
+        report_on([run.folder for run in runs if run.folder.finished], root)
+
+    return _make(parsed, runs, root, report)
+
+
+def _reproduce_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
+    parser.add_argument("figure", type=str, help=f"one of {', '.join(FIGURES)}")
+    scales = "; ".join(f"{scale.name}: {scale.about}" for scale in SCALES.values())
+    parser.add_argument("--scale", type=str, default="demo", help=scales)
+    parser.add_argument("--seeds", type=int, nargs="+", help="one run each (default: 0)")
+    parser.add_argument(
+        "--variants", type=str, nargs="+", help="only these of the figure's (default: all)"
+    )
+    parser.add_argument("--out", type=str, default="runs", help="folder of the runs of all figures")
+    _add_scheduling(parser)
+    parser.add_argument(
+        "--with",
+        dest="fields",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="settings of every run that override the scale's, such as steps=200",
+    )
+
+
+def _reproduce(parsed: Namespace) -> int:
+    require_choice("figure", parsed.figure, FIGURES)
+    require_choice("scale", parsed.scale, SCALES)
+    from softmax_rnn.experiments.reproduce import figure_runs, report_figure
+
+    experiment, scale, root = FIGURES[parsed.figure], SCALES[parsed.scale], Path(parsed.out)
+    if parsed.variants is not None:
+        experiment = experiment.only(parsed.variants)
+    seeds = scale.seeds if parsed.seeds is None else parsed.seeds
+    runs = figure_runs(experiment, scale, root, seeds, parse_fields(parsed.fields))
+
+    def report() -> None:
+        show_paths(report_figure(experiment, scale, root, seeds))
+
+    return _make(parsed, runs, root / scale.name, report)
+
+
+def _add_scheduling(parser: ArgumentParser) -> None:
+    """How a set of runs is made; see :func:`_make`."""
+    parser.add_argument(
+        "--parallel", type=int, help="runs at a time (default: one per GPU or core)"
+    )
+    add_stop_after(parser)
+    parser.add_argument(
+        "--cluster", type=str, default="local", help="local, or slurm: one job per run"
+    )
+    parser.add_argument(
+        "--cluster_options",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of submitit's executor, such as slurm_partition=gpu gpus_per_node=1 timeout_min=600",
+    )
+    parser.add_argument(
+        "--dry_run", action="store_true", help="print every run and its cost, and run nothing"
+    )
+    gpu = next(iter(GPUS))
+    parser.add_argument(
+        "--gpu", type=str, default=gpu, help=f"of the times of --dry_run: one of {', '.join(GPUS)}"
+    )
+
+
+def _make(
+    parsed: Namespace, runs: Sequence[PlannedRun], root: Path, report: Callable[[], None]
+) -> int:
+    """Plan a set of runs, or make it and report on what is finished."""
+    import softmax_rnn.report.outputs  # noqa: F401 -- a missing package is told before the runs
+    from softmax_rnn.experiments.plan import plan_table, rich_plan
+    from softmax_rnn.experiments.scheduler import RunsFailedError, run_all
+
+    if parsed.dry_run:
+        show(rich_plan(plan_table(runs, root, parsed.gpu), parsed.gpu))
+        return 0
+    try:
+        run_all(
+            runs,
+            root,
+            parallel=parsed.parallel,
+            cluster=parsed.cluster,
+            cluster_options=parse_fields(parsed.cluster_options),
+            stop_after=stop_after(parsed),
+        )
+    except RunsFailedError:
+        if any(run.folder.finished for run in runs):
+            report()
+        raise
+    report()
+    return 0
+
+
+COMMANDS = {
+    "compare": Command(
+        "train variants side by side, then report",
+        _compare_options,
+        _compare,
+        about="Train variants side by side and report: the main command. Rerun it to resume.",
+        epilog=f"Variants: {', '.join(variants())}; families take an order, as in taylor:4.",
+        extra="report",
+    ),
+    "train": Command("train one variant", _train_options, _train),
+    "prepare": Command(
+        "tokenise a corpus once",
+        _prepare_options,
+        _prepare,
+        about="Tokenise a corpus of any size into shards. Rerun it to resume after the last "
+        "finished shard. Runs with the same settings find the shards.",
+    ),
+    "reproduce": Command(
+        "make a figure of the paper",
+        _reproduce_options,
+        _reproduce,
+        about="Make the missing runs of a figure of the paper and draw it. Figures share their "
+        "runs. Rerun it to resume.",
+        extra="report",
+    ),
+}

@@ -1,0 +1,120 @@
+"""The paper's figures as data: which variants were trained side by side, and how. Nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from softmax_rnn._utils.errors import unknown
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Variants trained side by side under one condition.
+
+    Attributes:
+        title: what the paper calls it.
+        variants: names, as ``compare`` takes them.
+        corpus: a name of the scale's corpora: ``pile``, ``slimpajama`` or ``fineweb``.
+        condition: a name of the scale's conditions: ``base``, ``large`` (model) or ``long``
+            (sequence).
+    """
+
+    title: str
+    variants: tuple[str, ...]
+    corpus: str = "fineweb"
+    condition: str = "base"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A figure of the paper.
+
+    Attributes:
+        name: ``figure4``.
+        title: what it shows.
+        panels: one per column of curves, or per line of final losses.
+        kind: ``curves`` (loss against tokens, test above train) or ``orders`` (final loss against
+            the highest power).
+        large: whether it is drawn larger, as in the appendix.
+    """
+
+    name: str
+    title: str
+    panels: tuple[Panel, ...]
+    kind: Literal["curves", "orders"] = "curves"
+    large: bool = False
+
+    def only(self, variants: Sequence[str]) -> Experiment:
+        """The same figure with some of its variants; panels without any are left out."""
+        known = {variant for panel in self.panels for variant in panel.variants}
+        for variant in variants:
+            if variant not in known:
+                raise unknown(f"variant of {self.name}", variant, known)
+        kept = [
+            replace(panel, variants=tuple(name for name in panel.variants if name in variants))
+            for panel in self.panels
+        ]
+        return replace(self, panels=tuple(panel for panel in kept if panel.variants))
+
+
+THREE = ("softmax", "norm", "gate")
+LINEAR = ("linear_elu", "linear_relu", "linear_cosine")
+# The paper has every power to 10; the curves are smooth, and each point is a run.
+ORDERS = (0, 1, 2, 3, 4, 6, 10)
+SERIES = ("taylor", "taylor_elu", "taylor_relu", "taylor_cosine")
+_DENOMINATORS = (
+    *("softmax", "detached", "clamped", "length"),
+    *("detached_gate", "gate_only", "gate"),
+)
+_GATES = ("softmax", "gate_only", "gate", "input_gate", "both_gates", "relu_gate", "length")
+_NORMS = (
+    *("softmax", "norm", "norm_l2_clamped", "norm_l2_length", "norm_rms"),
+    *("norm_rms_length", "norm_layer_length", "norm_relu"),
+)
+
+_FIGURE2 = Experiment(  # section 4.1, on three corpora
+    "figure2",
+    "Softmax and its two replacements",
+    (
+        Panel("The Pile", THREE, corpus="pile"),
+        Panel("SlimPajama", THREE, corpus="slimpajama"),
+        Panel("FineWeb", THREE, corpus="fineweb"),
+    ),
+)
+_FIGURE6 = Experiment(  # section 4.5
+    "figure6",
+    "Ablations",
+    (Panel("denominator", _DENOMINATORS), Panel("gate", _GATES), Panel("norm", _NORMS)),
+)
+
+FIGURES: dict[str, Experiment] = {
+    figure.name: figure
+    for figure in (
+        _FIGURE2,
+        Experiment(  # section 4.2
+            "figure3",
+            "Scaling the model and the sequence",
+            (
+                Panel("larger model", THREE, condition="large"),
+                Panel("longer sequence", THREE, condition="long"),
+            ),
+        ),
+        Experiment(  # section 4.3
+            "figure4", "Linear attention", (Panel("linear attention", (*THREE, *LINEAR)),)
+        ),
+        Experiment(  # section 4.4, appendix F
+            "figure5",
+            "Powers of the Taylor series",
+            (
+                Panel("softmax", ("softmax",)),
+                *(Panel(series, tuple(f"{series}:{n}" for n in ORDERS)) for series in SERIES),
+            ),
+            kind="orders",
+        ),
+        _FIGURE6,
+        replace(_FIGURE2, name="figure8", large=True),  # appendix G
+        replace(_FIGURE6, name="figure9", large=True),
+    )
+}
