@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import softmax_rnn.data.rows as rows_module
-from softmax_rnn.data import DocumentRows, PreparedCorpus, ShuffledBlocks, TokenBlocks, prepare
+from softmax_rnn.data import DocumentRows, PreparedCorpus, TokenBlocks, prepare
 from softmax_rnn.data.tokenizer import byte_tokenizer
 
 SIZE = 200
@@ -33,8 +33,8 @@ def test_order_is_a_function_of_seed_and_position(
     count = len(blocks)
 
     def order(seed: int, positions: range) -> list[bytes]:
-        shuffled = ShuffledBlocks(blocks, seed, 3 * count)
-        return [shuffled[i]["input_ids"].numpy().tobytes() for i in positions]
+        drawn = [blocks[blocks.drawn(seed, i)] for i in positions]
+        return [block["input_ids"].numpy().tobytes() for block in drawn]
 
     every = [block["input_ids"].numpy().tobytes() for block in blocks]  # type: ignore[attr-defined]
     first, second = order(0, range(count)), order(0, range(count, 2 * count))
@@ -84,8 +84,7 @@ def test_sampling_is_a_function_of_seed_and_position(corpus: PreparedCorpus) -> 
     rows = DocumentRows(corpus, "train", SIZE)
 
     def drawn(seed: int, positions: range) -> list[bytes]:
-        sampled = rows.sampled(seed, 10_000)
-        return [sampled[i]["input_ids"].numpy().tobytes() for i in positions]
+        return [rows[rows.drawn(seed, i)]["input_ids"].numpy().tobytes() for i in positions]
 
     first = drawn(0, range(100))
     assert drawn(0, range(50, 100)) == first[50:]  # asked for alone
@@ -96,7 +95,7 @@ def test_sampling_is_a_function_of_seed_and_position(corpus: PreparedCorpus) -> 
 
 
 def test_tokens_are_counted_without_padding(corpus: PreparedCorpus) -> None:
-    sampled = DocumentRows(corpus, "train", SIZE).sampled(0, 100)
-    expected = sum(int(sampled[i]["attention_mask"].sum()) for i in range(10, 60))
-    assert sampled.tokens(10, 60) == expected
-    assert sampled.tokens(10, 10) == 0
+    rows = DocumentRows(corpus, "train", SIZE)
+    drawn = [rows[rows.drawn(0, i)] for i in range(10, 60)]
+    assert rows.drawn_tokens(0, 10, 60) == sum(int(row["attention_mask"].sum()) for row in drawn)
+    assert rows.drawn_tokens(0, 10, 10) == 0

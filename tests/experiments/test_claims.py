@@ -24,7 +24,7 @@ from softmax_rnn.experiments.claims import (
 from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.ops.variants import resolve
 from softmax_rnn.training.folder import RunFolder, append_row
-from softmax_rnn.training.spikes import loss_spikes
+from softmax_rnn.training.metrics import loss_spikes
 
 
 def runs_of(

@@ -91,7 +91,7 @@ def test_a_run_that_was_left_alone_is_named(texts: Path, tmp_path: Path, console
     """It goes on after its parent was killed, and nobody else can have its folder."""
     root = tmp_path / "runs"
     (run,) = compare_configs(["norm"], [0], tiny(texts), root)
-    run.folder.make()
+    run.folder.path.mkdir(parents=True)
     manifest = load_blocks(run.config)[0].manifest
     run.folder.record_session({}, run.config.spec, manifest)
     run.config.save(run.folder.config_file)

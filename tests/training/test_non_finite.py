@@ -14,8 +14,7 @@ import torch
 from softmax_rnn.training import train
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.loop import Loop, NonFiniteError
-from softmax_rnn.training.metrics import MetricRows
-from softmax_rnn.training.spikes import loss_spikes, spike_starts
+from softmax_rnn.training.metrics import MetricRows, loss_spikes, spike_starts
 from tiny import assert_same_run, tiny
 
 

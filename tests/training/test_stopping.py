@@ -123,7 +123,7 @@ def test_a_thread_gets_no_signals() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [True, "A limit of time needs the main thread."]
+    assert found == [True, "A time limit needs the main thread."]
 
 
 def test_the_same_wish_again_does_not_disturb_the_end(texts: Path, tmp_path: Path) -> None:

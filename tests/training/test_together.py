@@ -98,7 +98,7 @@ def test_what_fails_in_one_process_fails_in_all(
     assert two(case, at_step(7, limit), rank) == [FAILED] * 2
     told = case.log.read_text()
     assert "checkpoint-8 could not be written: " in told
-    assert "error: Another process of this run failed; it tells why." in told
+    assert "error: Another process of this run failed; it reports why." in told
     assert "Traceback" not in told
     assert two(case) == [FINISHED] * 2
     assert not list(case.folder.path.glob(".*"))
@@ -108,12 +108,12 @@ def test_what_fails_in_one_process_fails_in_all(
 def test_a_folder_in_use_is_told_to_all_processes(calm: Case, tmp_path: Path) -> None:
     """Only the first of them looks."""
     case = replace(calm, folder=RunFolder(tmp_path / "run"))
-    case.folder.make()
+    case.folder.path.mkdir()
     with case.folder.locked():
         assert sorted(two(case)) == [FAILED, WRONG]
     told = case.log.read_text()
     assert "run is in use by process" in told
-    assert "error: Another process of this run failed; it tells why." in told
+    assert "error: Another process of this run failed; it reports why." in told
 
 
 def test_kills_at_random_moments(calm: Case, tmp_path: Path) -> None:

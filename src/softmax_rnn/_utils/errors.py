@@ -1,4 +1,4 @@
-"""What is told when something went wrong: exit codes, and messages with the nearest match."""
+"""Exit codes, and error messages that suggest the nearest match."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class ExitCode(IntEnum):
-    """How a command ended, for the shell."""
+    """The exit status of a command."""
 
     FINISHED = 0
     FAILED = 1
@@ -48,7 +48,7 @@ def require_choice(what: str, value: object, allowed: Iterable[str]) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value in an error: as Python writes it, cut where it is long."""
+    """A value in an error message: its repr, truncated."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 

@@ -1,4 +1,4 @@
-"""Writing that is never half done: aside, then renamed."""
+"""Files that are never half written: under a temporary name, then renamed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# What is the user's to change; a full disk, say, is the machine's.
+# Errors that another folder avoids; a full disk, say, is none of them.
 UNUSABLE = (
     *(errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOENT),
     *(errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
 )
-_ASIDE = re.compile(r"\..+\.(\d+|parts)")  # the names given below, and a checkpoint's parts
+_ASIDE = re.compile(r"\..+\.(\d+|parts)")  # temporary names: of file_aside, and of checkpoints
 
 
 @contextlib.contextmanager
 def file_aside(path: Path) -> Iterator[Path]:
-    """A file to write that becomes ``path`` when the block ends well, and is removed if not."""
-    aside = _aside(path)
+    """A temporary file that replaces ``path`` when the block ends, and is removed if it fails."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield aside
         sync(aside)
@@ -34,7 +34,7 @@ def file_aside(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file, so that a reader sees the old text or the new one."""
+    """Write a file at once: a reader sees the old text or the new one."""
     with file_aside(path) as aside:
         aside.write_text(text, encoding="utf-8")
 
@@ -45,22 +45,8 @@ def write_json(path: Path, data: Any) -> None:
 
 
 @contextlib.contextmanager
-def folder_aside(path: Path) -> Iterator[Path]:
-    """A folder to fill that becomes ``path`` when the block ends well, and is removed if not."""
-    aside = _aside(path)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        if not path.exists():  # else another process was faster, and its folder is as whole
-            aside.replace(path)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-@contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Tell that a folder, or its place, is not one to write to, as a ``ValueError``."""
+    """Raise ``ValueError`` if the block cannot write in a folder."""
     try:
         yield
     except OSError as error:
@@ -72,22 +58,14 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def make_writable(folder: Path) -> None:
-    """Make a folder, unless it is there, and try whether it can be written to.
-
-    Raises:
-        ValueError: if not.
-    """
+    """Create a folder if there is none; raise ``ValueError`` if nothing can be written in it."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
 
 
 def require_writable(folder: Path) -> None:
-    """Try whether a folder can be written to, or made; nothing is made.
-
-    Raises:
-        ValueError: if not, naming the nearest folder that is there.
-    """
+    """Raise ``ValueError`` if a folder can be neither written to nor created; create nothing."""
     make_writable(next(path for path in (folder, *folder.absolute().parents) if path.exists()))
 
 
@@ -100,12 +78,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}")
-
-
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed process left aside in ``folder``; nobody else may be writing there."""
+    """Remove the temporary files of a killed process; nobody else may be writing in ``folder``."""
     for path in folder.iterdir():
         if not _ASIDE.fullmatch(path.name):
             continue

@@ -1,17 +1,15 @@
-"""Whether files still hold what was written: SHA-256, beside the data it is of."""
+"""Damaged files: found by SHA-256 hashes that are stored beside the data."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from softmax_rnn._utils.files import sync, write_json
 
-MANIFEST = "manifest.json"  # of a sealed folder
-_READ = 2**24  # bytes hashed at once
+MANIFEST = "manifest.json"
 
 
 def sha256(data: str | bytes) -> str:
@@ -19,28 +17,19 @@ def sha256(data: str | bytes) -> str:
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
 
 
-def sha256_of_file(path: Path, read: Callable[[int], object] = lambda size: None) -> str:
-    """The hash of a file; ``read`` is called with the size of every piece that was read."""
-    digest = hashlib.sha256()
+def sha256_of_file(path: Path) -> str:
+    """The hash of a file."""
     with path.open("rb") as file:
-        while data := file.read(_READ):
-            digest.update(data)
-            read(len(data))
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def file_damage(
-    path: Path,
-    size: int,
-    digest: str | None = None,
-    read: Callable[[int], object] = lambda size: None,
-) -> str | None:
+def file_damage(path: Path, size: int, digest: str | None = None) -> str | None:
     """How a file differs from ``size`` bytes with the hash ``digest`` (if given), or None."""
     if not path.is_file():
         return f"{path.name} is missing"
     if (found := path.stat().st_size) != size:
         return f"{path.name} has {found} bytes, not {size}"
-    if digest is not None and (found_digest := sha256_of_file(path, read)) != digest:
+    if digest is not None and (found_digest := sha256_of_file(path)) != digest:
         return (
             f"{path.name} is not what was written (SHA-256 {found_digest[:16]}, not {digest[:16]})"
         )

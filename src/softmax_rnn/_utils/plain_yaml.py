@@ -10,15 +10,15 @@ import yaml
 
 
 def parse_yaml(text: str | bytes, where: object) -> Any:
-    """The plain data of a YAML document; ``where`` it is from stands in the error.
+    """The plain data of a YAML document; ``where`` names its origin in errors.
 
     Raises:
-        ValueError: if it is none, has a key twice, or has aliases, with which a few lines can hold
-            billions of values.
+        ValueError: if it is invalid, or has duplicate keys or aliases: with aliases a few lines
+            can hold billions of values.
     """
     try:
         return _PlainLoader(text.decode() if isinstance(text, bytes) else text).get_single_data()
-    except Exception as error:  # PyYAML lets those of its converters through
+    except Exception as error:  # PyYAML passes on those of its converters
         raise ValueError(f"{where} is not YAML: {error}") from error
 
 
@@ -26,7 +26,7 @@ def parse_fields(words: Sequence[str]) -> dict[str, Any]:
     """Settings given as ``KEY=VALUE`` words, the values as YAML.
 
     Raises:
-        ValueError: for a word that is none, a key given twice, a value that is not YAML.
+        ValueError: for any other word, a duplicate key, or a value that is not YAML.
     """
     fields = {}
     for word in words:
@@ -70,7 +70,7 @@ class _PlainLoader(yaml.SafeLoader):
         return mapping
 
 
-# YAML 1.1, which PyYAML reads, takes 1e-4 for text.
+# In YAML 1.1, which PyYAML reads, 1e-4 is text.
 _SCIENTIFIC = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 for _kind in (_PlainLoader, _PlainDumper):
     _kind.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -45,7 +44,7 @@ class ProgressBar:
         visible: bool = True,
         transient: bool = False,
     ) -> None:
-        self._label, self._text = label, ""
+        self._label = label
         self._printed = time.monotonic()
         self._live, self._visible = visible and console.is_terminal, visible
         self._progress = Progress(
@@ -67,12 +66,7 @@ class ProgressBar:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def update(self, completed: float, text: str = "", total: float | None = None) -> None:

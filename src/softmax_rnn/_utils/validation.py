@@ -1,4 +1,4 @@
-"""Plain data from outside: what its fields must be is said in types, and pydantic checks it."""
+"""Validation of plain data against types, by pydantic, with messages of our own."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def validated(kind: Any, data: Any, where: object = "") -> Any:
     Args:
         kind: a type: a ``TypedDict`` or dataclass whose fields are those above, a list of them...
         data: plain data.
-        where: what it is from (a file, say), for the error.
+        where: its origin (a file, say), for the error.
 
     Raises:
-        ValueError: naming the first field that is missing or wrong, what it must be and what it is.
+        ValueError: naming the first field that is missing or invalid, its rule and its value.
     """
     try:
         return _adapter(kind).validate_python(data)

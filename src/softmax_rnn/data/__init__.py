@@ -4,7 +4,7 @@ from softmax_rnn.data.cache import prepare, progress_bar
 from softmax_rnn.data.manifest import SPLITS
 from softmax_rnn.data.preparation import Progress
 from softmax_rnn.data.readers import CorpusError
-from softmax_rnn.data.rows import DocumentRows, Rows, ShuffledBlocks, TokenBlocks
+from softmax_rnn.data.rows import DocumentRows, Rows, TokenBlocks
 from softmax_rnn.data.shards import PreparedCorpus
 from softmax_rnn.data.tokenizer import load_tokenizer
 
@@ -15,7 +15,6 @@ __all__ = [
     "PreparedCorpus",
     "Progress",
     "Rows",
-    "ShuffledBlocks",
     "TokenBlocks",
     "load_tokenizer",
     "prepare",

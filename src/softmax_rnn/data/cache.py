@@ -1,4 +1,4 @@
-"""Prepare a corpus, unless it is in the cache: the function that users call."""
+"""Prepare a corpus, or find it in the cache."""
 
 from __future__ import annotations
 
@@ -100,21 +100,18 @@ def prepare(
             damaged or has other settings.
         OSError: if the disk is full. Finished shards are kept, and the next call resumes.
     """
-    arguments = {
-        "test_fraction": test_fraction,
-        "split_seed": split_seed,
-        "max_tokens": max_tokens,
-        "shard_tokens": shard_tokens,
-    }
-    validated(_Arguments, {**arguments, "workers": workers})
     encoder = Encoder(tokenizer)
     settings = {
         "corpus": corpus,
         "text_column": text_column,
-        **arguments,
+        "test_fraction": test_fraction,
+        "split_seed": split_seed,
+        "max_tokens": max_tokens,
+        "shard_tokens": shard_tokens,
         "tokenizer": sha256(encoder.definition),
         "end_of_text": encoder.end,
     }
+    validated(_Arguments, {**settings, "workers": workers})
     about = {
         "format": FORMAT,
         **settings,
@@ -157,10 +154,7 @@ def _require_settings(corpus: PreparedCorpus, settings: dict[str, Any]) -> None:
 
 
 def _create(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Have ``fill`` write a folder under a temporary name, one process at a time; then rename it.
-
-    If ``fill`` fails, its finished shards stay for the next call.
-    """
+    """Have one process at a time ``fill`` a folder; finished shards are kept if it fails."""
     if folder.exists() and not (folder / MANIFEST).exists():
         raise CorpusError(f"{folder} has lost its {MANIFEST}: delete it to prepare it again.")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -179,10 +173,9 @@ def _create(folder: Path, fill: Callable[[Path], None]) -> None:
                     error.add_note("nothing was kept of the corpus")
                 if not isinstance(error, OSError) or error.errno != errno.ENOSPC:
                     raise
-                advice = "No shard was finished: free some space and start again"
-                if kept:
-                    advice = "Finished shards are kept: free some space and rerun to resume"
-                raise OSError(
-                    error.errno, f"No space left on the disk of {parts}. {advice}"
-                ) from error
+                advice = "Finished shards are kept: free some space and rerun to resume"
+                if not kept:
+                    advice = "No shard was finished: free some space and start again"
+                message = f"No space left on the disk of {parts}. {advice}"
+                raise OSError(error.errno, message) from error
     lock.unlink(missing_ok=True)  # a process that waits for it will find the folder

@@ -72,11 +72,7 @@ def is_prepared(corpus: str) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a prepared corpus.
-
-    Raises:
-        CorpusError: if it cannot be read, has another format or is invalid.
-    """
+    """The manifest of a prepared corpus; ``CorpusError`` if it is invalid or of another format."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))

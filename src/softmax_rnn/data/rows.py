@@ -54,34 +54,21 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         _check_tokens(block, self.corpus, self.split)
         return block
 
-    def sampled(self, seed: int, length: int) -> ShuffledBlocks:
-        """What training reads: ``length`` blocks in the order of ``seed``."""
-        return ShuffledBlocks(self, seed, length)
+    def drawn(self, seed: int, position: int) -> int:
+        """The block that training reads at ``position``: each block once an epoch.
 
-
-class ShuffledBlocks(Dataset[dict[str, Tensor]]):
-    """Position ``i`` of training, for as many epochs as ``length`` takes.
-
-    The block at a position is a pure function of (seed, position, number of blocks): every variant
-    reads the same blocks in the same order, and a resumed run continues with the next one.
-    """
-
-    def __init__(self, blocks: TokenBlocks, seed: int, length: int) -> None:
-        self.blocks, self.seed, self.length = blocks, seed, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, position: int) -> dict[str, Tensor]:
-        count = len(self.blocks)
+        It is a pure function of (seed, position, number of blocks): every variant reads the same
+        blocks in the same order, and a resumed run continues with the next one.
+        """
+        count = len(self)
         epoch, place = divmod(position, count)
         if count > _TABLE:
-            return self.blocks[scattered(self.seed, epoch, place, count)]
-        return self.blocks[int(_permutation(self.seed, epoch, count)[place])]
+            return scattered(seed, epoch, place, count)
+        return int(_permutation(seed, epoch, count)[place])
 
-    def tokens(self, start: int, stop: int) -> int:
+    def drawn_tokens(self, seed: int, start: int, stop: int) -> int:
         """Number of tokens at the positions from ``start`` to ``stop``."""
-        return (stop - start) * self.blocks.block_size
+        return (stop - start) * self.block_size
 
 
 @lru_cache(maxsize=2)
@@ -137,30 +124,16 @@ class DocumentRows(Dataset[dict[str, Tensor]]):
             lengths[mine] = stops - starts[places]
         return np.minimum(lengths, self.block_size)
 
-    def sampled(self, seed: int, length: int) -> SampledDocuments:
-        """What training reads: ``length`` rows, drawn with replacement."""
-        return SampledDocuments(self, seed, length)
+    def drawn(self, seed: int, position: int) -> int:
+        """The document that training reads at ``position``: drawn with replacement."""
+        return int(self._drawn(seed, position, position + 1)[0])
 
-
-class SampledDocuments(Dataset[dict[str, Tensor]]):
-    """Position ``i`` of training: a document drawn by (seed, position) alone."""
-
-    def __init__(self, rows: DocumentRows, seed: int, length: int) -> None:
-        self.rows, self.seed, self.length = rows, seed, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, position: int) -> dict[str, Tensor]:
-        return self.rows[int(self._documents(position, position + 1)[0])]
-
-    def tokens(self, start: int, stop: int) -> int:
+    def drawn_tokens(self, seed: int, start: int, stop: int) -> int:
         """Number of tokens at the positions from ``start`` to ``stop``, without padding."""
-        return int(self.rows.lengths(self._documents(start, stop)).sum())
+        return int(self.lengths(self._drawn(seed, start, stop)).sum())
 
-    def _documents(self, start: int, stop: int) -> NDArray[np.int64]:
-        drawn = mix(self.seed, np.arange(start, stop)) % np.uint64(len(self.rows))
-        return drawn.astype(np.int64)
+    def _drawn(self, seed: int, start: int, stop: int) -> NDArray[np.int64]:
+        return (mix(seed, np.arange(start, stop)) % np.uint64(len(self))).astype(np.int64)
 
 
 def _check_tokens(tokens: NDArray[Any], corpus: PreparedCorpus, split: str) -> None:

@@ -113,13 +113,7 @@ class Journal:
         return [shard for record in self.records for shard in record["shards"].get(split, [])]
 
     def add(self, ids: NDArray[Any], lengths: NDArray[np.int64], test: NDArray[np.bool_]) -> None:
-        """Write whole passages to their splits.
-
-        Args:
-            ids: [tokens] of all passages, concatenated.
-            lengths: [passages] number of tokens.
-            test: [passages] whether the passage belongs to the test split.
-        """
+        """Write whole passages: ids [tokens], lengths [passages], whether in test [passages]."""
         is_test = np.repeat(test, lengths)
         for split, passages, tokens in zip(SPLITS, (~test, test), (~is_test, is_test), strict=True):
             if not passages.any():
@@ -162,13 +156,11 @@ class TokenStream:
         start, stop, step = span.indices(len(self))
         if step != 1:
             raise ValueError("Slices of a token stream must have step 1.")
-        index = int(np.searchsorted(self.ends, start, side="right"))
-        pieces: list[NDArray[Any]] = []
-        while start < stop:
-            shard, end = self.shards[index], int(self.ends[index])
+        first, last = np.searchsorted(self.ends, [start, stop - 1], side="right")
+        pieces = []
+        for shard, end in zip(self.shards[first : last + 1], self.ends[first:], strict=False):
             begin = end - len(shard)
-            pieces.append(shard[start - begin : min(stop, end) - begin])
-            start, index = end, index + 1
+            pieces.append(shard[max(start - begin, 0) : stop - begin])
         if len(pieces) == 1:
             return pieces[0]
         return np.concatenate([np.empty(0, self.dtype), *pieces])
@@ -246,19 +238,13 @@ class PreparedCorpus:
             manifest.touch()
 
     def _check_hashes(self, files: list[File]) -> None:
-        done = 0
-        with ProgressBar(
-            f"Checking {self.folder}", sum(size for _, size, _ in files), transient=True
-        ) as bar:
-
-            def read(size: int) -> None:
-                nonlocal done
-                done += size
+        damages = []
+        with ProgressBar(f"Checking {self.folder}", len(files), transient=True) as bar:
+            for done, file in enumerate(files, start=1):
+                damages.append(file_damage(*file))
                 bar.update(done)
-
-            found = [file_damage(*file, read) for file in files]
-        if damages := [damage for damage in found if damage is not None]:
-            raise self.damaged(*damages)
+        if any(damages):
+            raise self.damaged(*filter(None, damages))
 
     def _files(self) -> Iterator[File]:
         for split in SPLITS:

@@ -70,14 +70,14 @@ class HubSource:
     def open(self, pinned: dict[str, Any]) -> dict[str, Any]:
         """The commit of the dataset, so that a resumed preparation reads the same text."""
         from datasets import load_dataset  # takes half a second, which local corpora do not need
+        from datasets.exceptions import DatasetNotFoundError
 
         revision = pinned["revision"] if pinned else self._revision()
         try:
             self._splits = load_dataset(self.name, self.config, revision=revision, streaming=True)
-        except Exception as error:  # the Hub, readers and scripts have their own errors
-            raise CorpusError(
-                f"Cannot load the dataset {self.corpus!r}: {error}{self._hint(error)}"
-            ) from error
+        except Exception as error:  # the Hub and readers have their own errors
+            hint = self._owned() if isinstance(error, DatasetNotFoundError) else ""
+            raise CorpusError(f"Cannot load the dataset {self.corpus!r}: {error}{hint}") from error
         return {"revision": revision, "splits": self.splits()}
 
     def splits(self) -> dict[str, str]:
@@ -147,27 +147,18 @@ class HubSource:
         except Exception:  # load_dataset gives the better error
             return None
 
-    def _hint(self, error: Exception) -> str:
-        """Which datasets or configurations there are, if the name is the mistake."""
-        from datasets import get_dataset_config_names
-        from datasets.exceptions import DatasetNotFoundError
+    def _owned(self) -> str:
+        """The datasets of the owner, if none of them has this name."""
         from huggingface_hub import HfApi
 
+        owner = self.name.partition("/")[0]
         try:
-            if isinstance(error, DatasetNotFoundError):
-                owner = self.name.partition("/")[0]
-                names = [info.id for info in HfApi().list_datasets(author=owner, limit=500)]
-                wanted, what = self.name, "of this owner"
-            elif isinstance(error, ValueError):
-                names = get_dataset_config_names(self.name)
-                wanted, what = self.config or "", "configs"
-            else:
-                return ""
+            names = [info.id for info in HfApi().list_datasets(author=owner, limit=500)]
         except Exception:  # the Hub may be out of reach
             return ""
-        if wanted in names:
+        if self.name in names:  # but may not be read
             return ""
-        return f"{nearest(wanted, names)} Found {what}: {', '.join(names[:20]) or 'none'}."
+        return f"{nearest(self.name, names)} Found: {', '.join(names[:20]) or 'none'}."
 
 
 Source = LocalSource | HubSource

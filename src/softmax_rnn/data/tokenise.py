@@ -68,12 +68,9 @@ def chunks(passages: Iterable[Passage]) -> Iterator[list[Passage]]:
 def encode_all(
     encoder: Encoder, work: Iterable[list[Passage]], workers: int
 ) -> Generator[tuple[list[Passage], Encoded], None, None]:
-    """Each chunk with its tokens, in order.
+    """Each chunk with its tokens, in order; few chunks are read ahead.
 
-    Args:
-        encoder: the tokenizer.
-        work: chunks of passages; few of them are read ahead.
-        workers: threads; the tokenizer releases Python's lock in all but a twentieth of its time.
+    The tokenizer releases Python's lock in all but a twentieth of its time.
     """
     waiting: deque[tuple[list[Passage], Future[Encoded]]] = deque()
     with _single_threaded_calls():

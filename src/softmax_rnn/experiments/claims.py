@@ -20,7 +20,7 @@ from softmax_rnn.experiments.figures import FIGURES, LINEAR, ORDERS, THREE
 from softmax_rnn.report.statistics import Difference, paired_runs
 from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training.folder import RunFolder
-from softmax_rnn.training.spikes import loss_spikes
+from softmax_rnn.training.metrics import loss_spikes
 
 Outcome = Literal["holds", "fails", "undecided", "not run"]
 # Nats per token: what counts as equal, and as clear.

@@ -35,7 +35,7 @@ class RecurrentCache(Cache):
         super().__init__(layer_class_to_replicate=RecurrentLayer)
 
     def layer(self, index: int) -> RecurrentLayer:
-        """The layer ``index``, made when it is first asked for."""
+        """The layer ``index``, created on first use."""
         while len(self.layers) <= index:
             self.layers.append(RecurrentLayer())
         return self.layers[index]
@@ -87,7 +87,7 @@ class RecurrentCache(Cache):
 
 
 class RecurrentLayer(CacheLayerMixin):
-    """The state of one layer, as transformers' generation wants it."""
+    """The state of one layer, for transformers' generation."""
 
     is_sliding = False
     is_croppable = False
@@ -105,7 +105,7 @@ class RecurrentLayer(CacheLayerMixin):
         )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the first state comes with the first tokens."""
+        """Do nothing: the first tokens bring the first state."""
 
     def get_seq_length(self) -> int:
         """Positions seen so far."""

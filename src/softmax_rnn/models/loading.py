@@ -1,4 +1,4 @@
-"""Saved models, as they come from anywhere."""
+"""Loading saved models from any source."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def load_model(folder: Path) -> PreTrainedModel:
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
-            local_files_only=True,  # a folder that is gone is no repository of that name
+            local_files_only=True,  # a missing folder is not a repository of that name
             use_safetensors=True,  # a pickle could run anything
-            trust_remote_code=False,  # nor is anybody asked for it
+            trust_remote_code=False,  # without a prompt
             output_loading_info=True,
         )
-    except Exception as error:  # transformers lets those of its parsers through
+    except Exception as error:  # transformers passes on those of its parsers
         raise ValueError(
             f"Cannot load the model in {folder}: {type(error).__name__}: {error}"
         ) from error

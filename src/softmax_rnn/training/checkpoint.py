@@ -1,8 +1,8 @@
-"""Checkpoints: weights and optimizer states, written by every process, and which can be trusted.
+"""Checkpoints: weights and optimizer states, written by every process, and finding an intact one.
 
 model.safetensors    the whole weights, for ``from_pretrained``; not while a run is sharded
-state/*.safetensors  the optimizer's states, and the weights of a sharded run: a file a process
-progress.json        the step, and the unfinished row of metrics
+state/*.safetensors  the optimizer's states, and the weights of a sharded run: a file per process
+progress.json        the unfinished row of metrics
 *.jsonl              the rows so far
 manifest.json        size and hash of every file
 """
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,7 +34,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from softmax_rnn._utils.files import write_json
 from softmax_rnn._utils.integrity import MANIFEST, damage
 from softmax_rnn._utils.progress import notice
 from softmax_rnn.models.configuration import SoftmaxRNNConfig
@@ -44,7 +42,8 @@ from softmax_rnn.models.modeling import SoftmaxRNNForCausalLM
 from softmax_rnn.training.distributed import OTHER_FAILED
 from softmax_rnn.training.folder import RunFolder
 
-_WEIGHTS, _STATE, _PROGRESS = "model.safetensors", "state", "progress.json"
+PROGRESS = "progress.json"
+_WEIGHTS, _STATE = "model.safetensors", "state"
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -60,13 +59,7 @@ def whole_weights(model: PreTrainedModel) -> dict[str, Any]:
 def write_state(
     checkpoint: Path, model: PreTrainedModel, optimizer: Optimizer, rank: int, *, weights: bool
 ) -> None:
-    """Write the optimizer's states, and the model's ``weights`` if asked to: a file a process.
-
-    torch.distributed.checkpoint writes safetensors, which hold no code, and each number once.
-
-    Raises:
-        ChildProcessError: if another process failed.
-    """
+    """Write the optimizer's states, and the model's if ``weights``: a file per process."""
     tensors = _tensors(model, optimizer, weights)
     if not tensors:  # every step so far was skipped
         return
@@ -76,12 +69,10 @@ def write_state(
 
 
 def read_state(checkpoint: Path, model: PreTrainedModel, optimizer: Optimizer, rank: int) -> None:
-    """Bring a model and its fresh optimizer, sharded or not, to what a checkpoint holds.
-
-    The number of processes that wrote it does not matter.
-    """
-    files = sorted((checkpoint / _STATE).glob("*.safetensors"))
-    saved = {key for file in files for key in _keys(file)}
+    """Load a checkpoint, of any number of processes, into a model and its fresh optimizer."""
+    state = checkpoint / _STATE
+    reader = HuggingFaceStorageReader(str(state))
+    saved = reader.read_metadata().state_dict_metadata if state.exists() else {}
     sharded = not (checkpoint / _WEIGHTS).exists()
     if not sharded:
         weights: dict[str, Any] = load_file(checkpoint / _WEIGHTS)
@@ -96,7 +87,6 @@ def read_state(checkpoint: Path, model: PreTrainedModel, optimizer: Optimizer, r
     tensors = _tensors(model, optimizer, sharded)
     if not tensors:
         return
-    reader = HuggingFaceStorageReader(str(checkpoint / _STATE))
     with _failing_as(rank):
         load(tensors, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
 
@@ -113,14 +103,9 @@ def _tensors(model: PreTrainedModel, optimizer: Optimizer, weights: bool) -> dic
     return tensors
 
 
-def _keys(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as opened:
-        return list(opened.keys())
-
-
 @contextlib.contextmanager
 def _failing_as(rank: int) -> Iterator[None]:
-    """Raise the failure of this process out of torch's error, which holds those of all."""
+    """Raise this process's failure in place of torch's error, which holds those of all."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process
@@ -132,18 +117,9 @@ def _failing_as(rank: int) -> Iterator[None]:
         raise (cause if isinstance(cause, Exception) else RuntimeError(cause)) from error
 
 
-def write_progress(checkpoint: Path, progress: dict[str, Any]) -> None:
-    """Write what a run needs besides tensors."""
-    write_json(checkpoint / _PROGRESS, progress)
-
-
 def read_progress(checkpoint: Path) -> dict[str, Any]:
-    """What :func:`write_progress` wrote.
-
-    Raises:
-        CheckpointError: for a checkpoint of an earlier version.
-    """
-    progress: dict[str, Any] = json.loads((checkpoint / _PROGRESS).read_text(encoding="utf-8"))
+    """What a run needs besides tensors; ``CheckpointError`` if an earlier version wrote it."""
+    progress: dict[str, Any] = json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8"))
     if "loss_sum" not in progress:
         raise CheckpointError(
             f"{checkpoint} was written by an earlier version of softmax-rnn, which can resume it; "
@@ -153,10 +129,7 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
 
 
 def newest_whole(checkpoints: Sequence[Path]) -> tuple[Path | None, dict[str, str]]:
-    """The newest checkpoint without damage, and what is wrong with those after it.
-
-    Args:
-        checkpoints: oldest first.
+    """The newest intact checkpoint, and the damage of later ones; ``checkpoints`` oldest first.
 
     Raises:
         CheckpointError: if there are checkpoints, and all are damaged.
@@ -199,7 +172,7 @@ def model_folder(path: Path) -> Path:
         except CheckpointError:
             if any(checkpoint.exists() for checkpoint in checkpoints):
                 raise
-            continue  # the run has replaced them meanwhile
+            continue  # the run replaced them meanwhile
         for name, wrong in left_out.items():
             notice(f"{name} is left out: {wrong}.")
         assert found is not None
@@ -210,11 +183,7 @@ def model_folder(path: Path) -> Path:
 
 
 def load_trained(folder: Path) -> PreTrainedModel:
-    """The model in a folder of :func:`model_folder`, also if a sharded run wrote it.
-
-    Raises:
-        ValueError: if it cannot be loaded, naming the folder.
-    """
+    """The model in a folder of :func:`model_folder`; ``ValueError`` if it cannot be loaded."""
     if (folder / _WEIGHTS).exists() or not (folder / _STATE).exists():
         return load_model(folder)
     model = SoftmaxRNNForCausalLM(SoftmaxRNNConfig.from_pretrained(folder))

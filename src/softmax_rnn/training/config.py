@@ -1,4 +1,4 @@
-"""The configuration of one run: flat, typed, saved whole beside what it made."""
+"""The configuration of one run: flat, typed, saved in the run's folder."""
 
 from __future__ import annotations
 
@@ -44,30 +44,31 @@ _PAPER: dict[str, Any] = {
     "evaluate_every": 10_000,
     "save_every": 1_000,
 }
-_SIZE_FIELDS = {
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-}
-
+_SIZE_FIELDS = ("hidden_size", "intermediate_size", "num_layers", "num_heads")
 
 Fraction = Annotated[float, Field(strict=True, gt=0, lt=1)]
 Decay = Annotated[float, Field(strict=True, ge=0, lt=1)]
-
 
 # Marks a setting on which no update depends, but for rounding: it may change on resuming.
 NEUTRAL = "neutral"
 
 
 def _size(name: str) -> dict[str, int]:
-    return {_SIZE_FIELDS[key]: value for key, value in SIZES[name].items()}
+    return dict(zip(_SIZE_FIELDS, SIZES[name].values(), strict=True))
 
 
 PRESETS: dict[str, dict[str, Any]] = {
     "demo": _size("demo"),
     **{name: {**_size(name), **_PAPER} for name in ("small", "large", "deep")},
 }
+
+_DIVISORS = (
+    ("num_heads", "hidden_size"),
+    ("num_kv_heads", "num_heads"),
+    ("accumulation", "batch_size"),
+    ("log_every", "evaluate_every"),  # so that a resumed run logs the same rows
+    ("log_every", "save_every"),
+)
 
 
 @dataclass(frozen=True)
@@ -173,38 +174,24 @@ class RunConfig:
         assert self.spec is not None  # an unknown variant is named here
         for name, value in validated(_fields(), vars(self)).model_dump().items():
             object.__setattr__(self, name, value)  # an integer where a float may stand is one
-        for name in ("evaluate_every", "save_every"):
-            if getattr(self, name) % self.log_every:
+        for divisor, name in _DIVISORS:
+            if getattr(self, name) % (getattr(self, divisor) or 1):
                 raise ValueError(
-                    f"{name}={getattr(self, name)} must be a multiple of "
-                    f"log_every={self.log_every}, so that a resumed run logs the same rows."
+                    f"{divisor}={getattr(self, divisor)} must divide {name}={getattr(self, name)}."
                 )
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} must divide hidden_size={self.hidden_size}."
-            )
         if (self.hidden_size // self.num_heads) % 2:
             raise ValueError(
                 f"hidden_size={self.hidden_size} over num_heads={self.num_heads} gives heads of "
                 f"width {self.hidden_size // self.num_heads}; rotary positions need an even one."
-            )
-        if self.num_heads % (self.num_kv_heads or self.num_heads):
-            raise ValueError(
-                f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}."
-            )
-        if self.batch_size % self.accumulation:
-            raise ValueError(
-                f"accumulation={self.accumulation} must divide batch_size={self.batch_size}."
             )
         if self.horizon < self.steps:
             raise ValueError(
                 f"schedule_steps={self.schedule_steps} must be at least steps={self.steps}: "
                 "past the schedule's end the learning rate is zero."
             )
-        if not 0 <= self.warmup < self.horizon:
+        if self.warmup >= self.horizon:
             raise ValueError(
-                f"warmup_steps={self.warmup} must lie in [0, {self.horizon}), "
-                "the schedule's length."
+                f"warmup_steps={self.warmup} must be less than the schedule's {self.horizon} steps."
             )
 
     @property

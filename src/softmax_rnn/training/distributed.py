@@ -11,9 +11,9 @@ from accelerate import Accelerator  # type: ignore[import-untyped]
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
-OTHER_FAILED = "Another process of this run failed; it tells why."
-# Groups that were left. DDP must not be the last to let go of one: it holds Python's lock while it
-# waits for the group's threads, and one of them may be waiting for that lock.
+OTHER_FAILED = "Another process of this run failed; it reports why."
+# Process groups that were destroyed. DDP must not hold the last reference: it keeps Python's lock
+# while it joins the group's threads, and one of them may be waiting for that lock.
 _LEFT: list[Any] = []
 
 
@@ -49,11 +49,7 @@ def gather(accelerator: Accelerator, *values: float) -> list[list[float]]:
 
 @contextlib.contextmanager
 def together(accelerator: Accelerator) -> Iterator[None]:
-    """What fails here in one process fails in all, so that none waits for another.
-
-    Raises:
-        ChildProcessError: if it failed in another process.
-    """
+    """Fail in all processes if one fails (the others with ``ChildProcessError``): none waits."""
     mine: Exception | None = None
     try:
         yield

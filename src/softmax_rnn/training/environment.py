@@ -1,4 +1,4 @@
-"""What a run ran on: versions, commit, machine."""
+"""Where a run ran: versions, commit, machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import resource
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ def environment() -> dict[str, Any]:
     """Versions of what matters, the commit of a source checkout, processor, memory and GPUs."""
     return {
         "python": platform.python_version(),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {d.name: d.version for d in distributions() if d.name in _PACKAGES},
         "commit": _commit(),
         "platform": platform.platform(),
         "processor": processor(),
@@ -36,21 +36,11 @@ def peak_memory() -> int:
     """Peak bytes so far: the GPU allocator's where there is a GPU, else the process's."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    status = Path("/proc/self/status")
-    if status.exists():
-        # Not getrusage's: that one starts at the peak of the process which started this one.
-        found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
-        if found:
-            return int(found[1]) * 1024
+    # getrusage's starts at the peak of the parent process.
+    if found := _in_proc("self/status", r"VmHWM:\s+(\d+) kB"):
+        return int(found) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:
@@ -62,19 +52,18 @@ def _commit() -> str | None:
 
     try:
         git("ls-files", "--error-unmatch", __file__)  # else the repository is another project's
-        commit = git("rev-parse", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit + ("+" if changed else "")
 
 
 def processor() -> str:
     """The name of the CPU."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return _in_proc("cpuinfo", r"model name\s*: (.*)") or platform.processor() or platform.machine()
+
+
+def _in_proc(name: str, pattern: str) -> str | None:
+    """The first match in a file of Linux's /proc; None on other systems."""
+    path = Path("/proc") / name
+    found = re.search(pattern, path.read_text()) if path.exists() else None
+    return found[1] if found else None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +22,18 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from transformers import PreTrainedTokenizerBase
 
+from softmax_rnn._utils.files import write_json
 from softmax_rnn._utils.integrity import seal
 from softmax_rnn._utils.progress import ProgressBar, notice
 from softmax_rnn.data import PreparedCorpus, Rows
 from softmax_rnn.models import SoftmaxRNNForCausalLM
 from softmax_rnn.models.modeling import checkpoint_activations
 from softmax_rnn.training.checkpoint import (
+    PROGRESS,
     CheckpointError,
     read_progress,
     read_state,
     whole_weights,
-    write_progress,
     write_state,
 )
 from softmax_rnn.training.config import RunConfig
@@ -44,46 +47,26 @@ _NOT_OF_THE_DISK = (torch.OutOfMemoryError, ChildProcessError)
 
 
 class NonFiniteError(ArithmeticError):
-    """The loss or its gradient is not finite; nothing after the step before was kept."""
+    """The loss or its gradient is not finite; the step made no update."""
 
 
+@dataclass(eq=False, repr=False)
 class Loop:
-    """The steps of one run. All its processes run this, and decide everything together.
+    """The steps of one run. All its processes run this, and decide everything together."""
 
-    Args:
-        config: of the run.
-        folder: of the run.
-        corpus: to train and to test on.
-        rows: of it, to train and to test on.
-        model: with its initial weights.
-        tokenizer: saved beside the weights.
-        accelerator: of this process.
-        stop: asked after every step and test batch.
+    config: RunConfig
+    folder: RunFolder
+    corpus: PreparedCorpus
+    train_rows: Rows
+    test_rows: Rows
+    model: SoftmaxRNNForCausalLM  # with its initial weights
+    tokenizer: PreTrainedTokenizerBase  # saved beside the weights
+    accelerator: Accelerator  # of this process
+    stop: StopRequest  # checked after every step and test batch
+    step: int = field(default=0, init=False)  # the number of steps so far
 
-    Attributes:
-        step: steps made so far.
-        test_losses: [test rows] mean loss of every row, of the last evaluation.
-        tested_at: the step of the last evaluation of this session.
-
-    Raises:
-        ValueError: if the batch cannot be shared among the processes.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: RunFolder,
-        corpus: PreparedCorpus,
-        rows: tuple[Rows, Rows],
-        model: SoftmaxRNNForCausalLM,
-        tokenizer: PreTrainedTokenizerBase,
-        accelerator: Accelerator,
-        stop: StopRequest,
-    ) -> None:
-        self.config, self.folder, self.corpus = config, folder, corpus
-        self.tokenizer, self.accelerator, self.stop = tokenizer, accelerator, stop
-        self.train_rows = rows[0].sampled(config.seed, config.steps * config.batch_size)
-        self.test_rows = rows[1]
+    def __post_init__(self) -> None:
+        config, accelerator, model = self.config, self.accelerator, self.model
         processes = accelerator.num_processes
         self.share, rest = divmod(config.batch_size, config.accumulation * processes)
         if rest or not self.share:
@@ -91,7 +74,7 @@ class Loop:
                 f"batch_size={config.batch_size} must be a multiple of accumulation="
                 f"{config.accumulation} times the {processes} processes."
             )
-        self.model = model.to(accelerator.device)
+        model.to(accelerator.device)
         self.sharded = config.fsdp and processes > 1
         if config.gradient_checkpointing:
             checkpoint_activations(model, {"use_reentrant": False})
@@ -104,28 +87,19 @@ class Loop:
         if processes > 1 and not self.sharded:
             self.forward = accelerator.prepare_model(model)
         self.optimizer = adamw(model, config)
-        self.step = 0
-        self.tested_at = -1
-        self.test_losses: NDArray[np.float64] | None = None
-        self._saved_at = -1
+        self.test_losses: NDArray[np.float64] | None = None  # mean loss of each test row
+        self._tested_at = self._saved_at = -1  # steps
         self._loss_sum, self._loss_steps = 0.0, 0  # of the updates since the last row
         self._skipped_in_a_row = 0
-        self._overflow = ""  # what the attention said of this step
+        self._overflow = ""  # the attention's error in this step
 
     def run(self, checkpoint: Path | None) -> None:
-        """Train to the end, from the beginning or from a checkpoint.
-
-        Raises:
-            RunStopped: if a stop was requested; a checkpoint holds the last step.
-            NonFiniteError: if a step's loss or gradient is not finite, and may not be skipped.
-            CheckpointError: if a checkpoint cannot be written.
-            CorpusError: if the prepared corpus changes meanwhile.
-            ChildProcessError: if another process of the run ended.
-        """
+        """Train to the end, from the start or a checkpoint; errors are those of ``train``."""
         try:
             if checkpoint is not None:
                 self._resume(checkpoint)
-            self.metrics = MetricRows(self.config, self.folder, self.train_rows.tokens)
+            tokens_between = functools.partial(self.train_rows.drawn_tokens, self.config.seed)
+            self.metrics = MetricRows(self.config, self.folder, tokens_between)
             label = self.folder.path.name
             shown = self.accelerator.is_main_process
             with ProgressBar(label, self.config.steps, self.step, visible=shown) as self.bar:
@@ -169,26 +143,29 @@ class Loop:
                 self.model.train()
             if self.step % config.save_every == 0 or last:
                 self.save()
-        if self.tested_at != config.steps:  # evaluated by a session that was killed
+        if self._tested_at != config.steps:  # evaluated by a session that was killed
             self.evaluate()
 
     def gradients(self) -> float:
         """Forward and backward passes of the next step.
 
-        Returns:
-            This process's share of the mean loss over the batch's predicted tokens; NaN where the
-            attention overflows.
+        Returns this process's share of the batch's mean loss; NaN if the attention overflows.
         """
         config, rank = self.config, self.accelerator.process_index
         processes = self.accelerator.num_processes
         first = self.step * config.batch_size
         # The first token of a row is not predicted.
-        predicted = self.train_rows.tokens(first, first + config.batch_size) - config.batch_size
+        tokens = self.train_rows.drawn_tokens(config.seed, first, first + config.batch_size)
+        predicted = tokens - config.batch_size
         total = 0.0
         for part in range(config.accumulation):
             start = first + (part * processes + rank) * self.share
-            batch = self._batch([self.train_rows[start + i] for i in range(self.share)])
-            with self._synchronised(part == config.accumulation - 1):
+            drawn = [self.train_rows.drawn(config.seed, start + i) for i in range(self.share)]
+            batch = self._batch([self.train_rows[index] for index in drawn])
+            last = part == config.accumulation - 1  # averages gradients over the processes
+            if self.sharded:
+                self.forward.set_requires_gradient_sync(last)
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.forward):
                 try:
                     with self._autocast():
                         loss = self.forward(
@@ -209,11 +186,7 @@ class Loop:
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def _agree(self, loss: float, norm: float) -> int:
-        """Add up the losses of all processes. What is not finite makes no update, or ends the run.
-
-        Returns:
-            The signal that asks to stop; 0 if none did.
-        """
+        """Add the loss of this step, or skip its update; return the stop request, 0 for none."""
         losses, norms, codes = zip(
             *gather(self.accelerator, loss, norm, self.stop.code), strict=True
         )
@@ -254,25 +227,18 @@ class Loop:
         self._loss_sum, self._loss_steps = 0.0, 0
         if self.accelerator.is_main_process:
             self.metrics.add(self.step, loss, rate, norm)
-        else:
-            self.metrics.seconds, self.metrics.steps = 0.0, 0
         self.accelerator.log({"loss": loss, "learning_rate": rate, "grad_norm": norm}, self.step)
         return f"loss {loss:.3f}"
 
     def evaluate(self) -> None:
-        """The mean loss over all predicted tokens of the test rows, and of every row.
-
-        Raises:
-            RunStopped: if a stop was requested meanwhile.
-            NonFiniteError: if it is not finite.
-        """
+        """The mean loss over all predicted tokens of the test split, and of each of its rows."""
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         count = len(self.test_rows)
-        size = min(2 * self.share, -(-count // processes))  # twice: there are no gradients to hold
+        size = min(2 * self.share, -(-count // processes))  # twice: there are no gradients
         losses = torch.zeros(2, count, dtype=torch.float64, device=self.accelerator.device)
         self.model.eval()
         for start in range(0, count, size * processes):
-            if stopped := self._asked_to_stop():
+            if stopped := self.stop_request():
                 self._stop(stopped)
             places = range(start + rank * size, start + (rank + 1) * size)
             # A sharded model needs every process at every batch: the last rows may come twice.
@@ -281,7 +247,7 @@ class Loop:
             losses[:, mine] = found[:, : len(mine)]
         losses = self.accelerator.reduce(losses, "sum")
         totals, counts = losses.cpu().numpy()
-        self.test_losses, self.tested_at = totals / np.maximum(counts, 1), self.step
+        self.test_losses, self._tested_at = totals / np.maximum(counts, 1), self.step
         loss = float(np.average(self.test_losses, weights=counts))
         if not math.isfinite(loss):
             raise NonFiniteError(f"The test loss after step {self.step} is {loss}.")
@@ -301,35 +267,37 @@ class Loop:
         return torch.stack([losses.double().sum(1), (labels != -100).sum(1).double()])
 
     def save(self) -> None:
-        """Write a checkpoint aside, seal it and give it its name.
-
-        Raises:
-            CheckpointError: if it cannot be written.
-        """
-        accelerator, name = self.accelerator, f"checkpoint-{self.step}"
+        """Write a checkpoint under a temporary name, with hashes, and rename it."""
+        config, accelerator, name = self.config, self.accelerator, f"checkpoint-{self.step}"
         parts = self.folder.path / f".{name}.parts"  # of all processes
-        made = parts / name
-        weights = not self.sharded or self.step == self.config.steps
+        written = parts / name
+        weights = not self.sharded or self.step == config.steps
         try:
             with together(accelerator):
-                self.corpus.check_unchanged()  # what was learned from other text is not kept
-                made.mkdir(parents=True, exist_ok=True)
+                self.corpus.check_unchanged()  # else this was learned from other text
+                written.mkdir(parents=True, exist_ok=True)
             state = whole_weights(self.model) if self.sharded and weights else None
             with together(accelerator):
                 if accelerator.is_main_process:
-                    self.tokenizer.save_pretrained(made)
+                    self.tokenizer.save_pretrained(written)
                     if weights:
-                        self.model.save_pretrained(made, state_dict=state)
+                        self.model.save_pretrained(written, state_dict=state)
                     else:
-                        self.model.config.save_pretrained(made)
+                        self.model.config.save_pretrained(written)
             with together(accelerator):
-                write_state(
-                    *(made, self.model, self.optimizer, accelerator.process_index),
-                    weights=not weights,
-                )
+                rank = accelerator.process_index
+                write_state(written, self.model, self.optimizer, rank, weights=not weights)
             with together(accelerator):
                 if accelerator.is_main_process:
-                    self._complete(made)
+                    progress = {
+                        "loss_sum": self._loss_sum,
+                        "loss_steps": self._loss_steps,
+                        "skipped_in_a_row": self._skipped_in_a_row,
+                    }
+                    write_json(written / PROGRESS, progress)
+                    self.folder.copy_rows(written)
+                    seal(written)
+                    self.folder.add_checkpoint(written, config.keep_checkpoints)
         except (OSError, SafetensorError, RuntimeError) as error:
             if isinstance(error, _NOT_OF_THE_DISK) or of_other_processes(error):
                 raise
@@ -344,18 +312,6 @@ class Loop:
                 shutil.rmtree(parts, ignore_errors=True)
         self._saved_at = self.step
 
-    def _complete(self, made: Path) -> None:
-        """What the first process adds to a checkpoint, until it has its name."""
-        progress = {
-            "loss_sum": self._loss_sum,
-            "loss_steps": self._loss_steps,
-            "skipped_in_a_row": self._skipped_in_a_row,
-        }
-        write_progress(made, progress)
-        self.folder.copy_rows(made)
-        seal(made)
-        self.folder.add_checkpoint(made, self.config.keep_checkpoints)
-
     def _resume(self, checkpoint: Path) -> None:
         progress = read_progress(checkpoint)
         self._loss_sum, self._loss_steps = progress["loss_sum"], progress["loss_steps"]
@@ -368,13 +324,14 @@ class Loop:
             self.step % self.config.evaluate_every == 0 or self.step == self.config.steps
         )
 
-    def _asked_to_stop(self) -> int:
+    def stop_request(self) -> int:
+        """The signal that requests a stop, in any process; 0 for none."""
         return foremost(int(code) for (code,) in gather(self.accelerator, self.stop.code))
 
     def _stop(self, code: int) -> None:
         if self._saved_at != self.step:
             self.save()
-        code = foremost((code, self.stop.code))  # one may have come meanwhile
+        code = foremost((code, self.stop.code))  # another may have arrived meanwhile
         raise RunStopped(code, f"after step {self.step}, which checkpoint-{self.step} holds")
 
     def _batch(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -386,14 +343,3 @@ class Loop:
         wanted = self.config.precision
         bf16 = wanted == "bf16" or (wanted == "auto" and device == "cuda")
         return torch.autocast(device, torch.bfloat16, enabled=bf16)
-
-    @contextlib.contextmanager
-    def _synchronised(self, last: bool) -> Iterator[None]:
-        """Sum gradients over the processes in the last micro-batch of a step alone."""
-        if self.sharded:
-            self.forward.set_requires_gradient_sync(last)
-        if last or self.sharded or self.accelerator.num_processes == 1:
-            yield
-        else:
-            with self.accelerator.no_sync(self.forward):
-                yield

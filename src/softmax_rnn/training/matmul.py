@@ -13,12 +13,12 @@ from softmax_rnn.training.environment import processor
 
 @contextmanager
 def widest_float32_products() -> Iterator[bool]:
-    """Multiply with oneDNN where that changes the speed alone; says whether it does.
+    """Multiply with oneDNN where only the speed changes; yields whether it does.
 
     PyTorch gives float32 products to MKL, which on an AMD CPU runs AVX2 kernels even where there is
-    AVX-512 (of a Zen 5 core: 116 against 250 GFLOP/s). The one switch that leads them to oneDNN
-    also *allows* bfloat16 inside. oneDNN makes use of that with AMX tiles alone, so nothing is
-    switched where there are any, and nothing stays so if a product shows that digits were lost.
+    AVX-512 (of a Zen 5 core: 116 against 250 GFLOP/s). The switch to oneDNN also *allows* bfloat16
+    inside, which oneDNN uses with AMX tiles only. So nothing is switched where there are any, and
+    the switch is undone if a test product has lost digits.
     """
     products: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = products.fp32_precision

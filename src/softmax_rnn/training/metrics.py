@@ -1,51 +1,49 @@
-"""Rows of metrics.jsonl and evaluations.jsonl, and leaps of the loss in events.jsonl."""
+"""Rows of metrics.jsonl and evaluations.jsonl, and loss spikes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 from softmax_rnn._utils.progress import notice
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder, append_row, read_rows
-from softmax_rnn.training.spikes import SEEN, spike_starts
+
+_WINDOW = 15  # rows of the recent past
+_LEAST = 0.2  # nats
+_SEEN = _WINDOW + 2  # rows that decide on the last one
 
 
+@dataclass
 class MetricRows:
-    """Writes the rows of a run, in its first process.
+    """Writes the rows of a run, in its first process."""
 
-    Args:
-        config: of the run.
-        folder: of the run.
-        tokens: the number of tokens in training rows from one position to another.
+    config: RunConfig
+    folder: RunFolder
+    tokens_between: Callable[[int, int], int]  # in training rows from one position to another
+    seconds: float = 0.0  # time of the steps since the last row
+    steps: int = 0  # their number
 
-    Attributes:
-        seconds: time of the steps since the last row.
-        steps: their number.
-    """
-
-    def __init__(
-        self, config: RunConfig, folder: RunFolder, tokens: Callable[[int, int], int]
-    ) -> None:
-        self.config, self.folder, self._tokens_between = config, folder, tokens
-        self.seconds, self.steps = 0.0, 0
+    def __post_init__(self) -> None:
         self._position = self._tokens = 0  # rows and tokens, up to the last step counted
-        rows = read_rows(folder.metrics_file)
-        self._losses = [row["loss"] for row in rows if row["loss"] is not None][-SEEN:]
+        rows = read_rows(self.folder.metrics_file)
+        self._losses = [row["loss"] for row in rows if row["loss"] is not None][-_SEEN:]
 
     def tokens(self, step: int) -> int:
         """Tokens of the first ``step`` steps, padding not counted."""
         position = step * self.config.batch_size
-        self._tokens += self._tokens_between(self._position, position)
+        self._tokens += self.tokens_between(self._position, position)
         self._position = position
         return self._tokens
 
     def add(self, step: int, loss: float, learning_rate: float, grad_norm: float) -> None:
-        """Write the row of the steps since the last one; a loss of NaN says that none updated."""
+        """Write the row of the steps since the last one; the loss is NaN if none made an update."""
         size = self.config.batch_size
-        new = self._tokens_between((step - self.steps) * size, step * size)
+        new = self.tokens_between((step - self.steps) * size, step * size)
         row = {
             "step": step,
             "tokens": self.tokens(step),
@@ -60,14 +58,14 @@ class MetricRows:
             self._look_for_a_spike(step, loss)
 
     def add_evaluation(self, step: int, test_loss: float) -> None:
-        """Write the row of an evaluation, unless it is there: of a session that was killed."""
+        """Write the row of an evaluation, unless a session that was killed has written it."""
         rows = read_rows(self.folder.evaluations_file)
         if not rows or rows[-1]["step"] < step:
             row = {"step": step, "tokens": self.tokens(step), "test_loss": test_loss}
             append_row(self.folder.evaluations_file, row)
 
     def _look_for_a_spike(self, step: int, loss: float) -> None:
-        self._losses = [*self._losses, loss][-SEEN:]
+        self._losses = [*self._losses, loss][-_SEEN:]
         if not spike_starts(pd.Series(self._losses)).iloc[-1]:
             return
         usual = float(pd.Series(self._losses[:-1]).median())
@@ -78,3 +76,21 @@ class MetricRows:
 
 def _or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def spike_starts(losses: pd.Series[float]) -> pd.Series[bool]:
+    """Where a training loss leaps above its recent past.
+
+    A row starts a spike if it exceeds the median of the 15 rows before it by five of their median
+    absolute deviations (as standard deviations) and by 0.2 nats, and the row before it does not.
+    """
+    before = losses.shift(1).rolling(_WINDOW)
+    median = before.median()
+    spread = 1.4826 * before.apply(lambda rows: np.median(np.abs(rows - np.median(rows))), raw=True)
+    above = losses - median > np.maximum(5 * spread, _LEAST)
+    return above & ~above.shift(1, fill_value=False)
+
+
+def loss_spikes(losses: pd.Series[float]) -> int:
+    """How often; see :func:`spike_starts`. Rows without a loss are left out."""
+    return int(spike_starts(losses.dropna()).sum())

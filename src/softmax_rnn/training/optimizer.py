@@ -10,17 +10,15 @@ from softmax_rnn.training.config import RunConfig
 
 def adamw(model: nn.Module, config: RunConfig) -> AdamW:
     """AdamW, without weight decay on biases and the norms of the residual stream."""
-    kept = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if "bias" in name or "layernorm" in name or name == "model.norm.weight"
-    ]
-    excluded = {id(parameter) for parameter in kept}
-    decayed = [parameter for parameter in model.parameters() if id(parameter) not in excluded]
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        exempt = "bias" in name or "layernorm" in name or name == "model.norm.weight"
+        (others if exempt else decayed).append(parameter)
     return AdamW(
         [
             {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": kept, "weight_decay": 0.0},
+            {"params": others, "weight_decay": 0.0},
         ],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),

@@ -15,10 +15,11 @@ from accelerate import Accelerator  # type: ignore[import-untyped]
 from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
 from transformers.utils import logging as transformers_logging
 
-from softmax_rnn._utils.files import remove_leftovers, write_json
+from softmax_rnn._utils.files import make_writable, remove_leftovers, write_json
 from softmax_rnn._utils.integrity import sha256
 from softmax_rnn._utils.progress import notice
 from softmax_rnn.data import (
+    SPLITS,
     DocumentRows,
     PreparedCorpus,
     Rows,
@@ -30,17 +31,17 @@ from softmax_rnn.data import (
 from softmax_rnn.models import SoftmaxRNNConfig, SoftmaxRNNForCausalLM, initialize
 from softmax_rnn.training.checkpoint import newest_whole
 from softmax_rnn.training.config import RunConfig
-from softmax_rnn.training.distributed import gather, leaving_its_group, together
+from softmax_rnn.training.distributed import leaving_its_group, together
 from softmax_rnn.training.environment import environment, peak_memory
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.loop import Loop, NonFiniteError
 from softmax_rnn.training.matmul import widest_float32_products
-from softmax_rnn.training.spikes import loss_spikes
-from softmax_rnn.training.stopping import RunStopped, StopRequest, foremost
+from softmax_rnn.training.metrics import loss_spikes
+from softmax_rnn.training.stopping import RunStopped, StopRequest
 
 
 def load_corpus(config: RunConfig, *, workers: int | None = None) -> PreparedCorpus:
-    """The run's corpus, tokenised now if it never was, by so many threads (one a core)."""
+    """The run's corpus, tokenised by ``workers`` threads (one per core) unless it is cached."""
     with progress_bar(f"Tokenising {config.corpus}") as progress:
         return prepare(
             config.corpus,
@@ -55,11 +56,7 @@ def load_corpus(config: RunConfig, *, workers: int | None = None) -> PreparedCor
 
 
 def load_blocks(config: RunConfig) -> tuple[PreparedCorpus, Rows, Rows]:
-    """The run's corpus, and its blocks or documents to train and to test on.
-
-    Raises:
-        ValueError: for an invalid corpus or split, or a package that the run lacks.
-    """
+    """The run's corpus, and its blocks or documents for training and testing."""
     for tracker in config.trackers:
         if find_spec(tracker) is None:
             raise ValueError(
@@ -68,10 +65,8 @@ def load_blocks(config: RunConfig) -> tuple[PreparedCorpus, Rows, Rows]:
     corpus = load_corpus(config)
     corpus.check_unchanged()
     rows = DocumentRows if config.packing == "documents" else TokenBlocks
-    train_blocks, test_blocks = (
-        rows(corpus, split, config.block_size) for split in ("train", "test")
-    )
-    return corpus, train_blocks, test_blocks
+    train, test = (rows(corpus, split, config.block_size) for split in SPLITS)
+    return corpus, train, test
 
 
 def model_config(config: RunConfig, vocab_size: int, end_of_text: int) -> SoftmaxRNNConfig:
@@ -113,7 +108,7 @@ def train(
         config: what to run.
         path: the run's folder.
         resume: resume an unfinished run from its newest intact checkpoint.
-        stop_after: seconds after which to stop as by a signal.
+        stop_after: seconds after which to stop as by a signal; None for no limit.
 
     Returns:
         The folder, with its results. A finished run is not run again.
@@ -125,11 +120,12 @@ def train(
         RunStopped: if a signal or the time stopped the run; it can be resumed.
         NonFiniteError: if the loss or its gradient is not finite, and may not be skipped.
         CheckpointError: if a checkpoint cannot be written, or all of them are damaged.
+        ChildProcessError: if another process of the run failed.
     """
     with StopRequest(stop_after) as stop:
         folder = RunFolder(path)
         _check(folder, config, resume)
-        corpus, *rows = load_blocks(config)
+        corpus, train_rows, test_rows = load_blocks(config)
         if folder.exists:
             folder.check_same_corpus(corpus.manifest)
             if folder.finished:
@@ -140,15 +136,13 @@ def train(
         initialize(model, config.seed)
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()  # one a checkpoint, over the run's own
-        folder.make()
+        make_writable(folder.path)
         accelerator = Accelerator(
             cpu=not torch.cuda.is_available(), log_with=config.trackers or None, project_dir=path
         )
         tokenizer = load_tokenizer(config.tokenizer, end_of_text=config.end_of_text)
-        train_rows, test_rows = rows
         loop = Loop(
-            *(config, folder, corpus, (train_rows, test_rows), model, tokenizer),
-            *(accelerator, stop),
+            config, folder, corpus, train_rows, test_rows, model, tokenizer, accelerator, stop
         )
         if config.fsdp and accelerator.num_processes == 1:
             notice(
@@ -156,9 +150,9 @@ def train(
                 "--nproc-per-node N -m softmax_rnn train."
             )
         with ExitStack() as until_done:
-            stop.defer()  # from here on processes wait for each other: they stop together
+            stop.defer()  # processes wait for each other from here on: they stop together
             checkpoint = _start(loop, resume, until_done)
-            if code := foremost(int(code) for (code,) in gather(accelerator, stop.code)):
+            if code := loop.stop_request():
                 raise RunStopped(code)
             until_done.enter_context(_tracking(accelerator, config, path))
             loop.run(checkpoint)
@@ -182,7 +176,7 @@ def _check(folder: RunFolder, config: RunConfig, resume: bool) -> None:
 
 @contextlib.contextmanager
 def _tracking(accelerator: Accelerator, config: RunConfig, path: Path) -> Iterator[None]:
-    """Log rows to TensorBoard and Weights & Biases as well, where the configuration says so."""
+    """Start the configured trackers, TensorBoard and Weights & Biases; finish them at the end."""
     if not config.trackers:
         yield
         return
@@ -203,7 +197,7 @@ def _flat(config: RunConfig) -> dict[str, Any]:
 
 
 def _start(loop: Loop, resume: bool, until_done: ExitStack) -> Path | None:
-    """Choose where all processes start: a checkpoint, or None. The folder is locked until done."""
+    """Lock the folder; return the checkpoint from which all processes resume, if any."""
     chosen: list[Path | None] = [None]
     with together(loop.accelerator):
         if loop.accelerator.is_main_process:
@@ -213,13 +207,13 @@ def _start(loop: Loop, resume: bool, until_done: ExitStack) -> Path | None:
 
 
 def _make_ready(loop: Loop, resume: bool) -> Path | None:
-    """Bring the folder to where the run resumes: the newest intact checkpoint, or nothing."""
+    """Restore the folder to its newest intact checkpoint, if any; return it."""
     folder = loop.folder
     _check(folder, loop.config, resume)  # again: the folder is ours only now
     remove_leftovers(folder.path)
     found, skipped = newest_whole(folder.checkpoints)
     for name, wrong in skipped.items():
-        notice(f"{name} is left out: {wrong}. It is renamed {folder.put_aside(name)}.")
+        notice(f"{name} is left out: {wrong}. It is renamed {folder.rename_damaged(name)}.")
     session = environment()
     if folder.exists:
         session |= {"start": found.name if found else None, "left_out": skipped}

@@ -1,4 +1,4 @@
-"""Asking a run to stop: by a signal, or when its time is over."""
+"""Stop requests: by a signal, or after a time limit."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ClassVar, Self
 
 _URGENT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_ANNOUNCING = (signal.SIGUSR1, signal.SIGUSR2)  # of Slurm and submitit: the end is near
-# From the weakest to the one that says the most: an announcement, that the run is to go on.
+_ANNOUNCING = (signal.SIGUSR1, signal.SIGUSR2)  # by Slurm and submitit, before the end
+# By rising priority: after an announcement the job is to be resumed.
 _ORDER = (0, *_URGENT, signal.SIGALRM, *_ANNOUNCING)
-_AGAIN = 2.0  # seconds; sooner it is the same wish, sent by a scheduler and passed on by a parent
+_AGAIN = (
+    2.0  # seconds; sooner it is the same request, sent by a scheduler and passed on by a parent
+)
 _LONGEST = 10_000 * 86400  # seconds
 _UNITS = (86400, 3600, 60, 1)
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
 
 
 class RunStopped(BaseException):
-    """A run was asked to stop and can go on. No ``Exception``: readers pass over those.
+    """A run was stopped and can be resumed. Not an ``Exception``, which readers catch.
 
     Args:
         code: the signal's number; 0 if it was sent to others.
-        where: what the run had done by then; nothing if it had not begun.
+        where: at which step; empty if the run had not begun.
     """
 
     def __init__(self, code: int, where: str = "") -> None:
@@ -36,24 +38,24 @@ class RunStopped(BaseException):
 
 
 class StopRequest:
-    """Takes signals for a while: the first one asks to stop.
+    """Handles signals within a block: the first one is a request to stop.
 
-    It raises :class:`RunStopped` where the program is, until :meth:`defer`; from then on it is only
-    noted in :attr:`code`. The second SIGTERM, SIGINT or SIGHUP ends the process at once. Signals
-    that were ignored stay ignored (``nohup``).
+    It raises :class:`RunStopped` at once, until :meth:`defer`; from then on it only sets
+    :attr:`code`. The second SIGTERM, SIGINT or SIGHUP ends the process. Signals that were ignored
+    stay ignored (``nohup``).
 
     Args:
-        after: seconds until time is over, which is a wish like the others; None for no limit.
+        after: seconds after which to stop as by a signal; None for no limit.
 
     Attributes:
-        ends_process: whether the process ends once it was stopped. Then signals are taken to its
-            very end: the same wish, sent again, is no other.
-        code: the number of the signal that came, the :func:`foremost` of several; 0 before.
-            SIGALRM's when time is over.
+        ends_process: whether a stop ends the process. Then signals are handled to its very end:
+            the same request may be sent twice.
+        code: the number of the received signal, the :func:`foremost` of several; SIGALRM's after
+            the time limit; 0 before.
         at_once: called when the second signal ends the process.
 
     Raises:
-        ValueError: for a limit outside the main thread, where no signal arrives.
+        ValueError: for a time limit outside the main thread, where no signal arrives.
     """
 
     ends_process: ClassVar[bool] = False
@@ -69,7 +71,7 @@ class StopRequest:
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             if self._after is not None:
-                raise ValueError("A limit of time needs the main thread.")
+                raise ValueError("A time limit needs the main thread.")
             return self
         timer = () if self._after is None else (signal.SIGALRM,)
         for number in (*_URGENT, *_ANNOUNCING, *timer):
@@ -79,18 +81,13 @@ class StopRequest:
             signal.setitimer(signal.ITIMER_REAL, self._after)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._after is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
         if not (self.ends_process and isinstance(error, RunStopped)):
             for number, handler in self._before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if isinstance(error, RunStopped):  # what came while it was on its way
+        if isinstance(error, RunStopped):  # another signal may have arrived meanwhile
             error.code = foremost((error.code, self.code))
 
     def defer(self) -> None:
@@ -111,7 +108,7 @@ class StopRequest:
 
 
 def foremost(codes: Iterable[int]) -> int:
-    """Of the signals that several processes got, or one after the other, what decides; 0 is none.
+    """The signal with the highest priority; 0 is none.
 
     A scheduler that ends a job early may send SIGTERM first: its own signal still counts.
     """
@@ -122,7 +119,7 @@ def seconds(duration: str) -> float:
     """The seconds of a duration such as ``1h50m``, ``2d`` or ``90s``.
 
     Raises:
-        ValueError: for anything else, for no time at all, and for more than a timer takes.
+        ValueError: for anything else, for zero, and for more than a timer takes.
     """
     match = _DURATION.fullmatch(duration)
     numbers = match.groups("0") if match else ()
