@@ -14,11 +14,10 @@ from torch import Tensor
 from softmax_rnn._utils.errors import unknown
 from softmax_rnn.ops.cost import blocked_cost, chunked_cost, sizes_of
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.forms import channels, fused, triton
+from softmax_rnn.ops.forms import fused, triton
 from softmax_rnn.ops.forms.blocked import blocked
 from softmax_rnn.ops.forms.chunked import chunked
 from softmax_rnn.ops.forms.dense import dense
-from softmax_rnn.ops.forms.recurrent import recurrent
 from softmax_rnn.ops.forms.row_sums import RowSums
 from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.series import MAX_RADIUS, order_for
@@ -50,20 +49,25 @@ class Form(NamedTuple):
     """
 
     compute: Compute
-    supports: Callable[[AttentionSpec, str], bool]
+    supports: Callable[[AttentionSpec, str], bool] = lambda *_: True
     stateful: bool = False
     refuses: Callable[[AttentionSpec, Tensor, Tensor, Tensor | None], str] = lambda *_: ""
     maps: bool = False
+
+
+def _has_state(spec: AttentionSpec, device: str) -> bool:
+    return spec.has_state
 
 
 # In the order in which form="auto" prefers them; chunked is preferred where it costs less.
 FORMS: dict[str, Form] = {
     "fused": Form(fused.fused, fused.supports, refuses=fused.refuses),
     "triton": Form(triton.triton, triton.supports, refuses=triton.refuses, maps=True),
-    "blocked": Form(blocked, lambda spec, device: True),
-    "chunked": Form(chunked, channels.supports, stateful=True),
-    "recurrent": Form(recurrent, channels.supports, stateful=True),
-    "dense": Form(dense, lambda spec, device: True),
+    "blocked": Form(blocked),
+    "chunked": Form(chunked, _has_state, stateful=True),
+    # The recurrence as it is written: a query reads the state, then its key is added to it.
+    "recurrent": Form(functools.partial(chunked, chunk=1), _has_state, stateful=True),
+    "dense": Form(dense),
 }
 
 

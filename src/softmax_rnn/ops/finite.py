@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from softmax_rnn.ops.forms.row_sums import RowSums, visible_keys
+from softmax_rnn.ops.forms.row_sums import RowSums, no_data, visible_keys
 from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State
@@ -42,7 +42,7 @@ def check_sums(
         FloatingPointError: for NaN or infinity in a state or what is added to it, with the index
             of the token, counted from the start of the state.
     """
-    if _no_data(sums.numerator):
+    if no_data(sums.numerator):
         return
     finite, stateful = _finite(sums.numerator) and _finite(sums.weight_sum), sums.state is not None
     if finite and not stateful:
@@ -70,7 +70,7 @@ def check_output(out: Tensor, dtype: torch.dtype, inputs: Inputs) -> None:
     Raises:
         OverflowError: with the largest output.
     """
-    if _no_data(out) or not out.numel():
+    if no_data(out) or not out.numel():
         return
     largest = out.detach().abs().amax().item()
     if largest > torch.finfo(dtype).max and all(_finite(x) for x in inputs):
@@ -134,8 +134,3 @@ def _finite(x: Tensor | None) -> bool:
     x = x.detach()
     # One pass; only a sum that itself overflows needs a check of every number.
     return bool(x.sum().isfinite()) or bool(x.isfinite().all())
-
-
-def _no_data(x: Tensor) -> bool:
-    """Whether the numbers cannot be read: while tracing, and on the meta device."""
-    return torch.compiler.is_compiling() or x.is_meta or type(x) is not Tensor

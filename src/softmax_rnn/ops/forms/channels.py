@@ -1,4 +1,4 @@
-"""What the forms with a state share: one layout, and the weight sum as one more value channel.
+"""The layout of forms with a state, where the weight sum is one more value channel, and its noise.
 
 The state is section 3.1's ``H^n`` (``reference.power_rnn``), all powers stacked.
 """
@@ -16,11 +16,6 @@ from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype
 from softmax_rnn.ops.monomials import degrees, dimension
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec
-
-
-def supports(spec: AttentionSpec, device: str) -> bool:
-    """Whatever has a state, on any device."""
-    return spec.has_state
 
 
 def to_columns(

@@ -110,12 +110,14 @@ def forward(
         k, v = keys
         sums = v @ _hide_future(tables, tables.series(k.mT @ q))
     if q is not None and state is not None:
-        weighted = tables.weights * state
-        sums = _plus(sums, weighted, features[0])
+        if len(tables.future) == 1:  # one token has fewer features than the state has numbers
+            sums = _plus(sums, state, tables.weights.unsqueeze(-1) * features[0])
+        else:
+            sums = _plus(sums, tables.weights * state, features[0])
         if noisy:
             noise = noise_bound(q, state, tables.terms, tables.weights)
             if tables.gathers is None:  # a compiled step cannot branch on values
-                noise = tightened(noise, sums[:, -1], weighted[:, -1], features[0])
+                noise = tightened(noise, sums[:, -1], tables.weights * state[:, -1], features[0])
     if keys is not None and new_state is not None:
         added = keys[1], features[-1].mT
         if state is None:
@@ -191,7 +193,8 @@ def _joined(columns: list[Tensor]) -> Tensor:
 def _hide_future(tables: Tables, weights: Tensor) -> Tensor:
     """Zero the weights of later keys of the same chunk [N, L, G * L], in place."""
     size = weights.shape[1]
-    weights.unflatten(2, (-1, size)).masked_fill_(tables.future[:size, None, :size], 0.0)
+    if size > 1:
+        weights.unflatten(2, (-1, size)).masked_fill_(tables.future[:size, None, :size], 0.0)
     return weights
 
 

@@ -15,6 +15,7 @@ number of chunks. The work on one chunk is in ``chunk_step``.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from softmax_rnn.ops.cost import chunk_length, heads_per_step, sizes_of
 from softmax_rnn.ops.forms import chunk_step
 from softmax_rnn.ops.forms.channels import from_columns, to_columns
 from softmax_rnn.ops.forms.first_order import first_order
-from softmax_rnn.ops.forms.row_sums import RowSums, without_autocast
+from softmax_rnn.ops.forms.row_sums import RowSums, no_data, without_autocast
 from softmax_rnn.ops.monomials import degrees, state_rows
 from softmax_rnn.ops.spec import AttentionSpec, Series
 
@@ -42,6 +43,7 @@ def chunked(
     mask: Tensor | None,
     state: Tensor | None = None,
     keep_state: bool = False,
+    chunk: int | None = None,
 ) -> RowSums:
     """As :func:`softmax_rnn.ops.forms.dense.dense`, after the keys summed up in ``state``.
 
@@ -55,14 +57,17 @@ def chunked(
         state: sums over earlier keys, [B, Hkv, E + 1, rows], or E without a row sum; ``None``
             for none.
         keep_state: whether to return the state after the last key.
+        chunk: tokens of a chunk; by default as many as are fastest.
     """
     qs, ks, vs, state = first_order(*to_columns(q, k, v, spec, mask, state, keep_state))
     inputs = (qs, ks, vs) if state is None else (qs, ks, vs, state)
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    chunk = chunk_length(sizes_of(spec, q, k, v, causal))
+    chunk = chunk or chunk_length(sizes_of(spec, q, k, v, causal))
     noisy = spec.row_sum is not None and spec.terms_can_cancel
     plan = _Plan(spec.series, degrees(spec)[1], noisy, causal, chunk, keep_state, differentiable)
-    sums, last_state, noise, _ = _sums(qs, ks, vs, state, *plan)
+    # As an operator only where it has to be one: a call of it costs much of a step of one token.
+    compute = _sums if differentiable or no_data(q) else _compute_sums
+    sums, last_state, noise, _ = compute(qs, ks, vs, state, *plan)
     return from_columns(sums, spec, k, last_state if keep_state else None, noise if noisy else None)
 
 
@@ -80,7 +85,7 @@ class _Plan(NamedTuple):
     @property
     def spec(self) -> AttentionSpec:
         """One with the same weights."""
-        return AttentionSpec(series=self.series, order=self.order)
+        return _plain_spec(self.series, self.order)
 
     def earlier_keys(self, q: Tensor, k: Tensor) -> int:
         """Keys before the first query, which are read from the state only."""
@@ -94,6 +99,11 @@ class _Plan(NamedTuple):
         return read if self.earlier_keys(q, k) else max(0, read - 1)
 
 
+@functools.cache
+def _plain_spec(series: Series, order: int) -> AttentionSpec:
+    return AttentionSpec(series=series, order=order)
+
+
 _PLAN = (
     "str series, int order, bool noisy, bool causal, SymInt chunk, bool keep_state, "
     "bool differentiable) -> (Tensor, Tensor, Tensor, Tensor)"
@@ -101,14 +111,8 @@ _PLAN = (
 _TAGS = (torch.Tag.cudagraph_unsafe,)  # the first call compiles steps and makes tables
 
 
-@library.custom_op(
-    "softmax_rnn::chunked_sums",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? state, {_PLAN}",
-    tags=_TAGS,
-)
 @torch.no_grad()
-def _sums(
+def _compute_sums(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The sums, the state after the last key, the noise of the sums, and the states kept.
@@ -121,13 +125,10 @@ def _sums(
         before = None if state is None else state[heads]
         chunks = _Chunks(plan, q[heads], k[heads], v[heads], before)
         out, last_state, noise = (x[heads] for x in outputs[:3])
-        found = chunks.sums(out, noise, list(outputs[3][:, heads]))
-        if plan.keep_state:
-            last_state.copy_(chunks.zero_state() if found is None else found)
+        chunks.sums(out, last_state, noise, list(outputs[3][:, heads]))
     return outputs
 
 
-@_sums.register_fake
 def _empty_sums(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -139,6 +140,16 @@ def _empty_sums(
         q.new_empty((len(q), *q.shape[2:]) if plan.noisy else 0),
         q.new_empty(plan.kept_states(q, k), *shape),
     )
+
+
+_sums = library.custom_op(
+    "softmax_rnn::chunked_sums",
+    _compute_sums,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? state, {_PLAN}",
+    tags=_TAGS,
+)
+_sums.register_fake(_empty_sums)
 
 
 @library.custom_op(
@@ -268,24 +279,29 @@ class _Chunks:
         else:
             columns.copy_(chunk.view(*columns.shape[:-1], -1)[..., : columns.shape[-1]])
 
-    def sums(self, out: Tensor, noise: Tensor, kept: list[Tensor]) -> Tensor | None:
-        """Fill the sums, their noise and the states to keep; return the state after all keys."""
+    def sums(self, out: Tensor, last_state: Tensor, noise: Tensor, kept: list[Tensor]) -> None:
+        """Fill the sums, the state after all keys, the sums' noise and the states to keep."""
         state, plan = self.state, self.plan
         buffers = itertools.chain(kept, (self.new_state() for _ in itertools.count()))
         for i, keys in enumerate(self.earlier_pairs, 1):
             new_state = next(buffers) if i == len(self.earlier_pairs) else self.new_state()
             self.step(chunk_step.forward, None, keys, state, new_state, False)
             state = new_state
-        to_the_end = plan.keep_state or self.compiled
-        for i, (q, pair) in enumerate(zip(self.queries, self.own_pairs, strict=True)):
-            adds = pair is not None and (to_the_end or i + 1 < len(self.queries))
-            buffer = next(buffers) if adds else None
+        for i, (q, pair) in enumerate(zip(self.queries, self.own_pairs, strict=True), 1):
+            buffer = None
+            if pair is not None and i < len(self.queries):
+                buffer = next(buffers)
+            elif pair is not None and plan.keep_state:
+                buffer = last_state
+            elif pair is not None and self.compiled:  # whose steps all write a state
+                buffer = self.new_state()
             sums, size = self.step(chunk_step.forward, q, pair, state, buffer, plan.noisy)
-            self.write(sums, out, i)
+            self.write(sums, out, i - 1)
             if plan.noisy:
-                self.write(size, noise, i)
-            state = buffer if adds else state
-        return state
+                self.write(size, noise, i - 1)
+            state = state if buffer is None else buffer
+        if plan.keep_state and state is not last_state:
+            last_state.copy_(self.zero_state() if state is None else state)
 
     def grads(
         self,
