@@ -13,16 +13,7 @@ SUM_GUARD = 1e-6
 
 
 def row_sum(sums: RowSums, spec: AttentionSpec, v: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The denominator of the numerator in ``sums``, [B, H, T], and the scale that remains.
-
-    Args:
-        sums: with a weight sum.
-        spec: with a row sum.
-        v: values [B, Hkv, S, E].
-
-    Returns:
-        ``D`` and, where a norm follows, ``r <= 0``: the quotient is ``numerator / D * exp(r)``.
-    """
+    """``D`` [B, H, T] and, where a norm follows, ``r <= 0`` of ``numerator / D * exp(r)``."""
     rule, scale = spec.row_sum, sums.log_scale
     assert rule is not None
     total, remaining = _without_noise(sums, spec), None

@@ -29,17 +29,11 @@ from softmax_rnn.ops.variants import resolve
 _TOLERANCE = 1e-3
 
 
-# (q, k, v, spec, *, causal, mask) -> RowSums, as dense.dense. Queries and keys are feature-mapped,
-# except for a form that maps them itself. Forms with a state also take `state` and `keep_state`, as
-# chunked.chunked.
-Compute = Callable[..., RowSums]
-
-
 class Form(NamedTuple):
     """One way to compute an attention.
 
     Attributes:
-        compute: the function.
+        compute: the function, called as ``dense``, and with a state as ``chunked``.
         supports: whether it can compute a spec on a type of device.
         stateful: whether it takes and returns states; such a form needs a mask of keys, the same
             for every query and head.
@@ -48,7 +42,7 @@ class Form(NamedTuple):
         maps: whether it applies the feature map to queries and keys itself.
     """
 
-    compute: Compute
+    compute: Callable[..., RowSums]
     supports: Callable[[AttentionSpec, str], bool] = lambda *_: True
     stateful: bool = False
     refuses: Callable[[AttentionSpec, Tensor, Tensor, Tensor | None], str] = lambda *_: ""
@@ -90,15 +84,8 @@ def choose(
 ) -> Form:
     """The form to compute with: the one asked for, or the cheapest for ``auto``.
 
-    Args:
-        form: ``auto`` or a form's name.
-        spec: what to compute.
-        q: queries, before the feature map.
-        k: keys, before the feature map.
-        v: values.
-        causal: as in ``attention``.
-        mask: as in ``attention``, four-dimensional.
-        stateful: whether a state is given or returned.
+    Queries and keys are those before the feature map; ``stateful`` says whether a state is given or
+    returned; the rest is as in ``attention``.
 
     Raises:
         ValueError: if that form cannot compute this, naming those that can.
@@ -111,8 +98,7 @@ def choose(
         _require_state(spec, q, k)
     candidates = [name for name in forms(spec, q.device) if FORMS[name].stateful or not stateful]
     per_key_mask = mask is None or mask.shape[1] == mask.shape[2] == 1
-    if wants_state and not per_key_mask:
-        assert mask is not None
+    if wants_state and mask is not None and not per_key_mask:
         raise ValueError(
             "With a state every query and head sees the same keys: mask must be broadcastable to "
             f"[B, 1, 1, S], not {list(mask.shape)}. form='blocked' (in a model: a key/value cache) "
@@ -123,7 +109,9 @@ def choose(
     if form == "auto":
         if q.device.type == "cpu" and "triton" in candidates:
             candidates.remove("triton")  # its interpreter is for tests
-        form = _cheapest(candidates, spec, q, k, v, causal, per_key_mask)
+        if not per_key_mask:
+            candidates = [name for name in candidates if not FORMS[name].stateful]
+        form = _cheapest(candidates, spec, q, k, v, causal)
         if refused.get("fused"):
             _warn_once(f"form='fused' cannot compute {refused['fused']}: {form!r} is used instead.")
     elif form not in candidates:
@@ -141,17 +129,11 @@ def choose(
 
 
 def _cheapest(
-    candidates: list[str],
-    spec: AttentionSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    per_key_mask: bool,
+    candidates: list[str], spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> str:
     if candidates[0] == "chunked":  # with a state
         return "recurrent" if k.shape[2] == 1 else "chunked"
-    if candidates[0] in ("triton", "blocked") and "chunked" in candidates and per_key_mask:
+    if candidates[0] in ("triton", "blocked") and "chunked" in candidates:
         sizes = sizes_of(spec, q, k, v, causal)
         if chunked_cost(sizes) < blocked_cost(sizes) and fits(spec, q, k, v):
             return "chunked"

@@ -28,14 +28,7 @@ def check_sums(
     A number that is not finite reaches every output that depends on it, so the outputs are checked.
     No output may depend on the last keys, so their powers are checked by size. Without a state, NaN
     or infinity in the inputs propagates to the outputs, as in softmax.
-
-    Args:
-        sums: the result of a form.
-        spec: a finite series.
-        state: the initial state, if any.
-        inputs: queries, keys and values, as given.
-        features: the keys as the state holds them.
-        mask: as in ``attention``, four-dimensional.
+    ``state`` is the initial one, ``features`` are the keys as a state holds them.
 
     Raises:
         OverflowError: with the size of the inputs, or of the key that overflows a state.
@@ -65,11 +58,7 @@ def check_sums(
 
 
 def check_output(out: Tensor, dtype: torch.dtype, inputs: Inputs) -> None:
-    """Raise if the outputs of finite inputs are beyond the range of ``dtype``.
-
-    Raises:
-        OverflowError: with the largest output.
-    """
+    """Raise ``OverflowError`` if the outputs of finite inputs are beyond the range of ``dtype``."""
     if no_data(out) or not out.numel():
         return
     largest = out.detach().abs().amax().item()

@@ -133,14 +133,9 @@ def monomials(x: Tensor, degree: int, gathers: Gathers | None = None) -> Tensor:
 def monomials_backward(
     x: Tensor, degree: int, features: Tensor, grad: Tensor, gathers: Gathers | None = None
 ) -> Tensor:
-    """The gradient of ``x`` given that of ``monomials(x, degree)``, which it overwrites.
+    """The gradient of ``x``, given ``features = monomials(x, degree)`` and ``grad``, theirs.
 
-    Args:
-        x: [..., d, T].
-        degree: as in ``monomials``.
-        features: ``monomials(x, degree)``.
-        grad: the gradient of ``features``; overwritten.
-        gathers: as in ``monomials``.
+    Overwrites ``grad``.
     """
     width = x.shape[-2]
     if gathers is not None:  # d(m x_j)/dx_j = m times the power of x_j in m x_j
@@ -181,18 +176,12 @@ def row_weights(
 
     ``sum(row_weights * monomials(q) * monomials(k)) = w(q . k)``, over the rows of the state.
     """
-    return torch.tensor(_row_weights(spec, width), dtype=dtype, device=device)
-
-
-# Arrays are cached, not tensors: one made under inference mode or while tracing is of no use later.
-@lru_cache(maxsize=64)
-def _row_weights(spec: AttentionSpec, width: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     first, last = degrees(spec)
     coefficients = PowerSeries.from_spec(spec).coefficients
     assert coefficients is not None
     sizes = [dimension(width, n) for n in range(last + 1)]
     every = multiplicities(width, last) * np.repeat(coefficients, sizes)
-    return every[sum(sizes[:first]) :]
+    return torch.tensor(every[sum(sizes[:first]) :], dtype=dtype, device=device)
 
 
 # Columns up to which a gather is faster than a product per index.
@@ -225,6 +214,7 @@ def _products(width: int, degree: int) -> tuple[_Product, ...]:
     return tuple(products)
 
 
+# Arrays are cached, not tensors: one made under inference mode or while tracing is of no use later.
 @lru_cache(maxsize=64)
 def _levels(width: int, degree: int) -> tuple[Indices, ...]:
     """For each degree from 1 on: the parents, by their place in the degree below, and factors."""
