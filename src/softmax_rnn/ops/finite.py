@@ -27,8 +27,8 @@ def check_sums(
 
     A number that is not finite reaches every output that depends on it, so the outputs are checked.
     No output may depend on the last keys, so their powers are checked by size. Without a state, NaN
-    or infinity in the inputs propagates to the outputs, as in softmax.
-    ``state`` is the initial one, ``features`` are the keys as a state holds them.
+    or infinity in the inputs propagates to the outputs, as in softmax. ``state`` is the initial
+    one, ``features`` are the keys as a state holds them.
 
     Raises:
         OverflowError: with the size of the inputs, or of the key that overflows a state.

@@ -56,9 +56,7 @@ def checked_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         have not in (1, want)
         for have, want in zip(reversed(mask.shape), reversed(full), strict=False)
     ):
-        raise ValueError(
-            f"mask {list(mask.shape)} cannot be broadcast to [B, H, T, S] = {list(full)}."
-        )
+        raise ValueError(f"mask {list(mask.shape)} cannot be broadcast to [B, H, T, S] = {full}.")
     return mask[(None,) * (4 - mask.ndim)]
 
 

@@ -38,10 +38,14 @@ def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> s
         return "a mask"
     if width > MAX_WIDTH:
         return f"heads of width {width}"
-    available = torch.backends.cuda.is_flash_attention_available()
-    if not available or torch.cuda.get_device_capability(q.device) < (8, 0):
+    if not _has_flash(q.device):
         return "this spec without flash kernels (a GPU older than Ampere, or a build without them)"
     return ""
+
+
+def _has_flash(device: torch.device) -> bool:
+    available = torch.backends.cuda.is_flash_attention_available()
+    return available and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def fused(

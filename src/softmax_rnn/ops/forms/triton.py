@@ -87,9 +87,8 @@ class _TritonSums(torch.autograd.Function):
         weight_sum = q.new_empty(q.shape[:3], dtype=compute_dtype(q.dtype))
         numerator = weight_sum.new_empty(*q.shape[:3], v.shape[3])
         maximum = torch.empty_like(weight_sum) if options[0].shifted else None
-        tensors = (q, k, v, mask, numerator, weight_sum, maximum)
         strided = (q, k, v, mask, numerator)
-        _launch("sums", tensors, strided, *options)
+        _launch("sums", (*strided, weight_sum, maximum), strided, *options)
         ctx.save_for_backward(q, k, v, mask, maximum)
         ctx.options = options
         if maximum is not None:
