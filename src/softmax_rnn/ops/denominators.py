@@ -13,16 +13,7 @@ SUM_GUARD = 1e-6
 
 
 def row_sum(sums: RowSums, spec: AttentionSpec, v: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The denominator of the numerator in ``sums``, [B, H, T], and the scale that remains.
-
-    Args:
-        sums: with a weight sum.
-        spec: with a row sum.
-        v: values [B, Hkv, S, E].
-
-    Returns:
-        ``D`` and, where a norm follows, ``r <= 0``: the quotient is ``numerator / D * exp(r)``.
-    """
+    """``D`` [B, H, T] and, where a norm follows, ``r <= 0`` of ``numerator / D * exp(r)``."""
     rule, scale = spec.row_sum, sums.log_scale
     assert rule is not None
     total, remaining = _without_noise(sums, spec), None
@@ -42,7 +33,9 @@ def row_sum(sums: RowSums, spec: AttentionSpec, v: Tensor) -> tuple[Tensor, Tens
             total = total.maximum(rule.floor * unit)
     if not (spec.sign_definite or rule.floor):
         if sums.noise is None and v.numel():
-            least = SUM_GUARD * sums.numerator.detach().abs().amax(-1) / _largest(v, total)
+            largest = v.detach().abs().amax((2, 3)).to(total.dtype)  # value of each head
+            largest = largest.repeat_interleave(total.shape[1] // v.shape[1], dim=1).unsqueeze(-1)
+            least = SUM_GUARD * sums.numerator.detach().abs().amax(-1) / largest
             least = least if remaining is None else least * remaining.exp()
         else:  # the values in a state are unknown
             least = torch.finfo(size.dtype).eps * size
@@ -60,12 +53,6 @@ def _without_noise(sums: RowSums, spec: AttentionSpec) -> Tensor:
     least = noise if spec.sign_definite else noise * _sign(total)
     lost = total < noise if spec.sign_definite else total.abs() < noise
     return torch.where(lost & (noise > 0), least, total)
-
-
-def _largest(v: Tensor, like: Tensor) -> Tensor:
-    """The largest value of each head, [B, H, 1]."""
-    largest = v.detach().abs().amax((2, 3)).to(like.dtype)
-    return largest.repeat_interleave(like.shape[1] // v.shape[1], dim=1).unsqueeze(-1)
 
 
 def _sign(x: Tensor) -> Tensor:

@@ -14,11 +14,10 @@ from torch import Tensor
 from softmax_rnn._utils.errors import unknown
 from softmax_rnn.ops.cost import blocked_cost, chunked_cost, sizes_of
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.forms import channels, fused, triton
+from softmax_rnn.ops.forms import fused, triton
 from softmax_rnn.ops.forms.blocked import blocked
 from softmax_rnn.ops.forms.chunked import chunked
 from softmax_rnn.ops.forms.dense import dense
-from softmax_rnn.ops.forms.recurrent import recurrent
 from softmax_rnn.ops.forms.row_sums import RowSums
 from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.series import MAX_RADIUS, order_for
@@ -30,17 +29,11 @@ from softmax_rnn.ops.variants import resolve
 _TOLERANCE = 1e-3
 
 
-# (q, k, v, spec, *, causal, mask) -> RowSums, as dense.dense. Queries and keys are feature-mapped,
-# except for a form that maps them itself. Forms with a state also take `state` and `keep_state`, as
-# chunked.chunked.
-Compute = Callable[..., RowSums]
-
-
 class Form(NamedTuple):
     """One way to compute an attention.
 
     Attributes:
-        compute: the function.
+        compute: the function, called as ``dense``, and with a state as ``chunked``.
         supports: whether it can compute a spec on a type of device.
         stateful: whether it takes and returns states; such a form needs a mask of keys, the same
             for every query and head.
@@ -49,21 +42,26 @@ class Form(NamedTuple):
         maps: whether it applies the feature map to queries and keys itself.
     """
 
-    compute: Compute
-    supports: Callable[[AttentionSpec, str], bool]
+    compute: Callable[..., RowSums]
+    supports: Callable[[AttentionSpec, str], bool] = lambda *_: True
     stateful: bool = False
     refuses: Callable[[AttentionSpec, Tensor, Tensor, Tensor | None], str] = lambda *_: ""
     maps: bool = False
+
+
+def _has_state(spec: AttentionSpec, device: str) -> bool:
+    return spec.has_state
 
 
 # In the order in which form="auto" prefers them; chunked is preferred where it costs less.
 FORMS: dict[str, Form] = {
     "fused": Form(fused.fused, fused.supports, refuses=fused.refuses),
     "triton": Form(triton.triton, triton.supports, refuses=triton.refuses, maps=True),
-    "blocked": Form(blocked, lambda spec, device: True),
-    "chunked": Form(chunked, channels.supports, stateful=True),
-    "recurrent": Form(recurrent, channels.supports, stateful=True),
-    "dense": Form(dense, lambda spec, device: True),
+    "blocked": Form(blocked),
+    "chunked": Form(chunked, _has_state, stateful=True),
+    # The recurrence as it is written: a query reads the state, then its key is added to it.
+    "recurrent": Form(functools.partial(chunked, chunk=1), _has_state, stateful=True),
+    "dense": Form(dense),
 }
 
 
@@ -86,15 +84,8 @@ def choose(
 ) -> Form:
     """The form to compute with: the one asked for, or the cheapest for ``auto``.
 
-    Args:
-        form: ``auto`` or a form's name.
-        spec: what to compute.
-        q: queries, before the feature map.
-        k: keys, before the feature map.
-        v: values.
-        causal: as in ``attention``.
-        mask: as in ``attention``, four-dimensional.
-        stateful: whether a state is given or returned.
+    Queries and keys are those before the feature map; ``stateful`` says whether a state is given or
+    returned; the rest is as in ``attention``.
 
     Raises:
         ValueError: if that form cannot compute this, naming those that can.
@@ -107,8 +98,7 @@ def choose(
         _require_state(spec, q, k)
     candidates = [name for name in forms(spec, q.device) if FORMS[name].stateful or not stateful]
     per_key_mask = mask is None or mask.shape[1] == mask.shape[2] == 1
-    if wants_state and not per_key_mask:
-        assert mask is not None
+    if wants_state and mask is not None and not per_key_mask:
         raise ValueError(
             "With a state every query and head sees the same keys: mask must be broadcastable to "
             f"[B, 1, 1, S], not {list(mask.shape)}. form='blocked' (in a model: a key/value cache) "
@@ -119,7 +109,9 @@ def choose(
     if form == "auto":
         if q.device.type == "cpu" and "triton" in candidates:
             candidates.remove("triton")  # its interpreter is for tests
-        form = _cheapest(candidates, spec, q, k, v, causal, per_key_mask)
+        if not per_key_mask:
+            candidates = [name for name in candidates if not FORMS[name].stateful]
+        form = _cheapest(candidates, spec, q, k, v, causal)
         if refused.get("fused"):
             _warn_once(f"form='fused' cannot compute {refused['fused']}: {form!r} is used instead.")
     elif form not in candidates:
@@ -137,17 +129,11 @@ def choose(
 
 
 def _cheapest(
-    candidates: list[str],
-    spec: AttentionSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    per_key_mask: bool,
+    candidates: list[str], spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> str:
     if candidates[0] == "chunked":  # with a state
         return "recurrent" if k.shape[2] == 1 else "chunked"
-    if candidates[0] in ("triton", "blocked") and "chunked" in candidates and per_key_mask:
+    if candidates[0] in ("triton", "blocked") and "chunked" in candidates:
         sizes = sizes_of(spec, q, k, v, causal)
         if chunked_cost(sizes) < blocked_cost(sizes) and fits(spec, q, k, v):
             return "chunked"

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from softmax_rnn.ops.forms.row_sums import RowSums, visible_keys
+from softmax_rnn.ops.forms.row_sums import RowSums, no_data, visible_keys
 from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State
@@ -27,22 +27,15 @@ def check_sums(
 
     A number that is not finite reaches every output that depends on it, so the outputs are checked.
     No output may depend on the last keys, so their powers are checked by size. Without a state, NaN
-    or infinity in the inputs propagates to the outputs, as in softmax.
-
-    Args:
-        sums: the result of a form.
-        spec: a finite series.
-        state: the initial state, if any.
-        inputs: queries, keys and values, as given.
-        features: the keys as the state holds them.
-        mask: as in ``attention``, four-dimensional.
+    or infinity in the inputs propagates to the outputs, as in softmax. ``state`` is the initial
+    one, ``features`` are the keys as a state holds them.
 
     Raises:
         OverflowError: with the size of the inputs, or of the key that overflows a state.
         FloatingPointError: for NaN or infinity in a state or what is added to it, with the index
             of the token, counted from the start of the state.
     """
-    if _no_data(sums.numerator):
+    if no_data(sums.numerator):
         return
     finite, stateful = _finite(sums.numerator) and _finite(sums.weight_sum), sums.state is not None
     if finite and not stateful:
@@ -65,12 +58,8 @@ def check_sums(
 
 
 def check_output(out: Tensor, dtype: torch.dtype, inputs: Inputs) -> None:
-    """Raise if the outputs of finite inputs are beyond the range of ``dtype``.
-
-    Raises:
-        OverflowError: with the largest output.
-    """
-    if _no_data(out) or not out.numel():
+    """Raise ``OverflowError`` if the outputs of finite inputs are beyond the range of ``dtype``."""
+    if no_data(out) or not out.numel():
         return
     largest = out.detach().abs().amax().item()
     if largest > torch.finfo(dtype).max and all(_finite(x) for x in inputs):
@@ -134,8 +123,3 @@ def _finite(x: Tensor | None) -> bool:
     x = x.detach()
     # One pass; only a sum that itself overflows needs a check of every number.
     return bool(x.sum().isfinite()) or bool(x.isfinite().all())
-
-
-def _no_data(x: Tensor) -> bool:
-    """Whether the numbers cannot be read: while tracing, and on the meta device."""
-    return torch.compiler.is_compiling() or x.is_meta or type(x) is not Tensor

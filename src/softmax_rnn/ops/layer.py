@@ -60,19 +60,17 @@ class Attention(nn.Module):
         self.output_gate = nn.Linear(hidden_size, num_heads) if gated else None
         learned_length = self.spec.denominator == "learned_length"
         self.length_logit = nn.Parameter(torch.empty(num_heads)) if learned_length else None
-        scaled = self.spec.norm in ("rms", "layer")
+        scaled, shifted = self.spec.norm in ("rms", "layer"), self.spec.norm == "layer"
         self.norm_weight = nn.Parameter(torch.empty(self.head_dim)) if scaled else None
-        shifted = self.spec.norm == "layer"
         self.norm_bias = nn.Parameter(torch.empty(self.head_dim)) if shifted else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialise parameters outside ``nn.Linear``: norms to 1 and 0, length logits to 0.5."""
-        for parameter, value in ((self.norm_weight, 1.0), (self.norm_bias, 0.0)):
+        initial = ((self.norm_weight, 1.0), (self.norm_bias, 0.0), (self.length_logit, 0.5))
+        for parameter, value in initial:
             if parameter is not None:
                 nn.init.constant_(parameter, value)
-        if self.length_logit is not None:
-            nn.init.constant_(self.length_logit, 0.5)
 
     def project(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None
@@ -119,10 +117,7 @@ class Attention(nn.Module):
         q, k, v = self.project(hidden_states, position_embeddings)
         options = {"mask": mask, "state": state, "return_state": return_state}
         result = self.attend(hidden_states, q, k, v, **options)
-        if return_state:
-            out, state = result
-            return self.merge(out), state
-        return self.merge(result)
+        return (self.merge(result[0]), result[1]) if return_state else self.merge(result)
 
     def attend(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """:func:`softmax_rnn.attention` of projected q, k, v, with this layer's parameters."""

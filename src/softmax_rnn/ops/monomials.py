@@ -13,6 +13,7 @@ degree ``n - 1``, so a degree is built from the one below by ``d`` products of a
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import islice
 from math import comb
 from operator import index
 from typing import NamedTuple
@@ -78,7 +79,7 @@ class Gathers(NamedTuple):
     """Index tables for monomials and their gradient: few operations, for devices where calls cost.
 
     Attributes:
-        levels: [2, rows] of each degree from 2 on: the row of the degree below, and the factor.
+        levels: [2, rows] of each degree from 1 on: the row of the degree below, and the factor.
         raised: [d, lower], of each monomial below the highest degree: the row of ``x_j`` times it.
         powers: [d, lower, 1], the power of ``x_j`` in that.
     """
@@ -110,7 +111,7 @@ def monomials(x: Tensor, degree: int, gathers: Gathers | None = None) -> Tensor:
     if gathers is not None or length <= _FEW:
         levels = gathers.levels if gathers else map(torch.from_numpy, _levels(width, degree))
         parts = [x.new_ones(*batch, 1, length), x][: degree + 1]
-        for parents, factors in levels:
+        for parents, factors in islice(levels, 1, None):
             above = parts[-1].index_select(-2, parents.to(x.device))
             parts.append(above * x.index_select(-2, factors.to(x.device)))
         return torch.cat(parts, dim=-2)
@@ -132,14 +133,9 @@ def monomials(x: Tensor, degree: int, gathers: Gathers | None = None) -> Tensor:
 def monomials_backward(
     x: Tensor, degree: int, features: Tensor, grad: Tensor, gathers: Gathers | None = None
 ) -> Tensor:
-    """The gradient of ``x`` given that of ``monomials(x, degree)``, which it overwrites.
+    """The gradient of ``x``, given ``features = monomials(x, degree)`` and ``grad``, theirs.
 
-    Args:
-        x: [..., d, T].
-        degree: as in ``monomials``.
-        features: ``monomials(x, degree)``.
-        grad: the gradient of ``features``; overwritten.
-        gathers: as in ``monomials``.
+    Overwrites ``grad``.
     """
     width = x.shape[-2]
     if gathers is not None:  # d(m x_j)/dx_j = m times the power of x_j in m x_j
@@ -147,7 +143,7 @@ def monomials_backward(
         above = grad.index_select(-2, gathers.raised.flatten()).unflatten(-2, gathers.raised.shape)
         return (above * lower * gathers.powers).sum(-2)
     out = torch.zeros_like(x)
-    for _, start, parents, size, factor in reversed(_products(width, degree)):
+    for start, parents, size, factor in reversed(_products(width, degree)):
         above = grad.narrow(-2, start, size)
         out[..., factor, :] += (above * features.narrow(-2, parents, size)).sum(-2)
         grad.narrow(-2, parents, size).addcmul_(above, x[..., factor, None, :])
@@ -161,17 +157,13 @@ def multiplicities(width: int, degree: int) -> np.ndarray[tuple[int], np.dtype[n
 
     ``sum(multiplicities * monomials(q) * monomials(k))`` over one degree is ``(q . k)^n``.
     """
-    counts = np.ones(cumulative_dimension(width, degree))
-    # How often the largest index of a monomial occurs in it.
-    repeated = np.ones(len(counts), dtype=np.int64)
-    for order, start, parents, size, factor in _products(width, degree):
-        rows, above = slice(start, start + size), slice(parents, parents + size)
-        times = np.ones(size, dtype=np.int64)
-        same = dimension(factor + 1, order - 2)  # the last parents, whose largest index is this
-        times[-same:] = repeated[above][-same:] + 1
-        repeated[rows] = times
-        counts[rows] = counts[above] * order / times
-    return counts
+    largest, repeated, counts = np.array([-1]), np.array([0]), [np.ones(1)]
+    for order, (parents, factors) in enumerate(_levels(width, degree), 1):
+        # How often the largest index of a monomial occurs in it.
+        repeated = np.where(largest[parents] == factors, repeated[parents] + 1, 1)
+        counts.append(counts[-1][parents] * order / repeated)
+        largest = factors
+    return np.concatenate(counts)
 
 
 def row_weights(
@@ -184,18 +176,12 @@ def row_weights(
 
     ``sum(row_weights * monomials(q) * monomials(k)) = w(q . k)``, over the rows of the state.
     """
-    return torch.tensor(_row_weights(spec, width), dtype=dtype, device=device)
-
-
-# Arrays are cached, not tensors: one made under inference mode or while tracing is of no use later.
-@lru_cache(maxsize=64)
-def _row_weights(spec: AttentionSpec, width: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     first, last = degrees(spec)
     coefficients = PowerSeries.from_spec(spec).coefficients
     assert coefficients is not None
     sizes = [dimension(width, n) for n in range(last + 1)]
     every = multiplicities(width, last) * np.repeat(coefficients, sizes)
-    return every[sum(sizes[:first]) :]
+    return torch.tensor(every[sum(sizes[:first]) :], dtype=dtype, device=device)
 
 
 # Columns up to which a gather is faster than a product per index.
@@ -208,7 +194,6 @@ Indices = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 class _Product(NamedTuple):
     """``size`` monomials from row ``start`` are those from row ``parents`` times ``x[factor]``."""
 
-    order: int
     start: int
     parents: int
     size: int
@@ -224,36 +209,38 @@ def _products(width: int, degree: int) -> tuple[_Product, ...]:
         parents = cumulative_dimension(width, order - 2)
         for factor in range(width):
             size = dimension(factor + 1, order - 1)
-            products.append(_Product(order, start, parents, size, factor))
+            products.append(_Product(start, parents, size, factor))
             start += size
     return tuple(products)
 
 
+# Arrays are cached, not tensors: one made under inference mode or while tracing is of no use later.
 @lru_cache(maxsize=64)
 def _levels(width: int, degree: int) -> tuple[Indices, ...]:
-    """The products as index pairs by degree: the parent within its degree, and the factor."""
+    """For each degree from 1 on: the parents, by their place in the degree below, and factors."""
     levels = []
-    for order in range(2, degree + 1):
-        level = [p for p in _products(width, degree) if p.order == order]
-        first = level[0].parents
-        parents = np.concatenate([np.arange(p.parents, p.parents + p.size) for p in level]) - first
-        factors = np.repeat([p.factor for p in level], [p.size for p in level])
-        levels.append(np.stack([parents, factors]))
+    for order in range(1, degree + 1):
+        sizes = [dimension(factor + 1, order - 1) for factor in range(width)]
+        parents = np.concatenate([np.arange(size) for size in sizes])
+        levels.append(np.stack([parents, np.repeat(np.arange(width), sizes)]))
     return tuple(levels)
 
 
 @lru_cache(maxsize=64)
 def _raised(width: int, degree: int) -> tuple[Indices, Indices]:
-    """The row of ``m x_j`` and the power of ``x_j`` in it, of all ``m`` of lower degrees."""
-    rows, powers = [np.empty((0, width), np.int64)], [np.empty((0, width), np.int64)]
-    monomials = np.empty((1, 0), np.int64)  # of one degree, each as its sorted indices
-    for order in range(1, degree + 1):
-        factors = np.tile(np.arange(width), len(monomials))[:, None]
-        products = np.sort(np.hstack([monomials.repeat(width, axis=0), factors]), axis=1)
-        # Before the monomials whose largest index is i stand those in x_0 .. x_(i-1).
-        before = np.array([[dimension(i, n) for i in range(width)] for n in range(1, order + 1)])
-        place = before[np.arange(order), products].sum(axis=1)
-        rows.append((cumulative_dimension(width, order - 1) + place).reshape(-1, width))
-        powers.append((products == factors).sum(axis=1).reshape(-1, width))
-        monomials = products[np.unique(place, return_index=True)[1]]
+    """The row of ``m x_j`` and the power of ``x_j`` in it, of all ``m`` of lower degrees; [d, m].
+
+    With ``i`` the largest index of ``m = p x_i``, ``m x_j`` is a product with parent ``m`` where
+    ``i <= j``, and otherwise the product of ``p x_j`` with ``x_i``.
+    """
+    place, power = np.arange(width)[None], np.ones((1, width), np.int64)
+    rows, powers = [place[:0]], [power[:0]]
+    for order, (parents, factors) in enumerate(_levels(width, degree), 1):
+        rows.append(cumulative_dimension(width, order - 1) + place)
+        powers.append(power)
+        first = np.array([dimension(factor, order + 1) for factor in range(width)])
+        own = first + np.arange(len(parents))[:, None]
+        swapped = first[factors, None] + place[parents]
+        place = np.where(factors[:, None] <= np.arange(width), own, swapped)
+        power = power[parents] + (factors[:, None] == np.arange(width))
     return np.concatenate(rows).T.copy(), np.concatenate(powers).T.copy()

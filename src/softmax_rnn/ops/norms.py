@@ -17,17 +17,10 @@ NORM_EPS: dict[Norm, float] = {"layer": 1e-5, "rms": torch.finfo(torch.float32).
 def normalized(
     x: Tensor, log_scale: Tensor | None, norm: Norm, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """The norm of ``x * exp(log_scale)`` over its last dimension.
+    """The norm of ``x * exp(log_scale)`` over the last dimension, times ``weight``, plus ``bias``.
 
-    Args:
-        x: [..., E].
-        log_scale: [...], a constant to autograd; ``None`` for 0.
-        norm: its name; ``none`` leaves the vectors unchanged.
-        weight: [E], a factor applied after the norm, or ``None``.
-        bias: [E], added last, or ``None``.
-
-    Raises:
-        OverflowError: for ``none``, if a vector's true scale is beyond the range of the dtype.
+    ``log_scale`` [...] is a constant to autograd. ``OverflowError`` for the norm ``none``, if the
+    true scale of a vector is beyond the range of its dtype.
     """
     if norm == "l2":
         return unit(x)

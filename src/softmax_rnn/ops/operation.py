@@ -12,12 +12,7 @@ from softmax_rnn.ops.denominators import row_sum
 from softmax_rnn.ops.dispatch import choose
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.finite import check_output, check_sums
-from softmax_rnn.ops.forms.row_sums import (
-    compute_dtype,
-    no_autocast,
-    visible_count,
-    visible_keys,
-)
+from softmax_rnn.ops.forms.row_sums import compute_dtype, no_autocast, visible_count, visible_keys
 from softmax_rnn.ops.norms import normalized
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State, check_state, next_state
@@ -143,8 +138,7 @@ def attention(
             q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
         with_state: dict[str, Any] = {}
         if chosen.stateful:
-            before = None if state is None else state.sums
-            with_state = {"state": before, "keep_state": return_state}
+            with_state = {"state": state and state.sums, "keep_state": return_state}
         sums = chosen.compute(q, k, v, spec, causal=causal, mask=mask, **with_state)
         if spec.order is not None:
             check_sums(sums, spec, state, inputs, k, mask)

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
+from softmax_rnn.ops.forms.first_order import differentiated
 from softmax_rnn.ops.spec import AttentionSpec
 
 MAX_RADIUS = 700.0  # exp of more overflows float64
@@ -38,11 +38,6 @@ class PowerSeries(NamedTuple):
             return cls((0.0,) * spec.order + (1.0,))
         return cls(tuple(1 / math.factorial(n) for n in range(spec.order + 1)))
 
-    @property
-    def is_exp(self) -> bool:
-        """Whether this is exp itself, with every power."""
-        return self.coefficients is None
-
     def __call__(self, x: Tensor) -> Tensor:
         """``w(x)``, element by element (Horner's rule for a finite series)."""
         if self.coefficients is None:
@@ -54,8 +49,7 @@ class PowerSeries(NamedTuple):
         if lower[-1]:
             result += lower[-1]
         # In place unless a derivative needs the intermediate results.
-        tracked = result.requires_grad or unpack_dual(result).tangent is not None
-        reuse = None if tracked else result
+        reuse = None if differentiated(result) else result
         for coefficient in reversed(lower[:-1]):
             # One fused pass: coefficient + result * x.
             result = torch.addcmul(x.new_tensor(coefficient), result, x, out=reuse)

@@ -24,6 +24,8 @@ INVERSE_SQRT = "1/sqrt(d)"
 # Order 1915 of exp's series is exact to 1e-300 for |x| <= 700; exp overflows beyond.
 MAX_ORDER = 2000
 
+_SAFE_SCORE = 50.0  # above this bound exp(score) may overflow
+
 _CHOICES = {
     "feature_map": get_args(FeatureMap),
     "series": get_args(Series),
@@ -170,6 +172,12 @@ class AttentionSpec:
         """Whether numerator and denominator scale alike, so that small weights matter."""
         rule = self.row_sum
         return self.norm == "l2" or (rule is not None and not (rule.offset or rule.floor))
+
+    @property
+    def shifted(self) -> bool:
+        """Whether ``exp(score)`` may overflow, so that scores are taken relative to the largest."""
+        unsafe = self.clamp is None or self.clamp > _SAFE_SCORE or self.is_quotient
+        return self.series == "exp" and unsafe
 
     @property
     def scale_free(self) -> bool:

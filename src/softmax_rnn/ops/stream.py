@@ -51,7 +51,7 @@ class Stream:
         self.spec = resolve(spec)
         degrees(self.spec)  # an error where there is no state
         self.state = state
-        self._parameters: dict[str, Any] = {
+        self._parameters = {
             "length_power": length_power,
             "norm_weight": norm_weight,
             "norm_bias": norm_bias,
@@ -69,18 +69,9 @@ class Stream:
         output_gate: Tensor | None = None,
     ) -> Tensor:
         """The outputs of the next tokens; shapes as for ``attention``, any length."""
-        out, self.state = attention(
-            q,
-            k,
-            v,
-            self.spec,
-            mask=mask,
-            input_gate=input_gate,
-            output_gate=output_gate,
-            state=self.state,
-            return_state=True,
-            **self._parameters,
-        )
+        gates = {"input_gate": input_gate, "output_gate": output_gate}
+        options: dict[str, Any] = {"mask": mask, "state": self.state, **gates, **self._parameters}
+        out, self.state = attention(q, k, v, self.spec, return_state=True, **options)
         return out
 
     @property

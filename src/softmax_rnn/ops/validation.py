@@ -12,7 +12,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, not {type(x).__name__}.")
         if x.ndim != 4:
-            raise ValueError(f"{name} must be [batch, heads, length, width], not {_shape(x)}.")
+            raise ValueError(f"{name} must be [batch, heads, length, width], not {list(x.shape)}.")
         if not x.is_floating_point():
             raise ValueError(f"{name} must be of a floating-point dtype, not {x.dtype}.")
         if x.dtype != q.dtype or x.device != q.device:
@@ -21,14 +21,14 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
                 f"{name} has {x.dtype} on {x.device}."
             )
         if 0 in (x.shape[1], x.shape[3]):
-            raise ValueError(f"{name} must have heads and a width, not {_shape(x)}.")
+            raise ValueError(f"{name} must have heads and a width, not {list(x.shape)}.")
         if x.shape[0] != q.shape[0]:
             raise ValueError(f"{name} has batch {x.shape[0]}, q has {q.shape[0]}.")
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q has width {q.shape[3]}, k has {k.shape[3]}: they must be equal.")
     if k.shape[1:3] != v.shape[1:3]:
         raise ValueError(
-            f"k and v must share heads and length; k is {_shape(k)}, v is {_shape(v)}."
+            f"k and v must share heads and length; k is {list(k.shape)}, v is {list(v.shape)}."
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(
@@ -45,7 +45,7 @@ def checked_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Return the mask with four dimensions, each either 1 or that of [B, H, T, S]."""
     if mask is None:
         return None
-    full = (*q.shape[:3], k.shape[2])
+    full = [*q.shape[:3], k.shape[2]]
     if not isinstance(mask, Tensor):
         raise ValueError(f"mask must be a boolean torch.Tensor, not {type(mask).__name__}.")
     if mask.dtype != torch.bool:
@@ -56,7 +56,7 @@ def checked_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         have not in (1, want)
         for have, want in zip(reversed(mask.shape), reversed(full), strict=False)
     ):
-        raise ValueError(f"mask {_shape(mask)} cannot be broadcast to [B, H, T, S] = {list(full)}.")
+        raise ValueError(f"mask {list(mask.shape)} cannot be broadcast to [B, H, T, S] = {full}.")
     return mask[(None,) * (4 - mask.ndim)]
 
 
@@ -78,10 +78,6 @@ def check_extra(
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, not {type(value).__name__}.")
     if tuple(value.shape) != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, not {_shape(value)}.")
+        raise ValueError(f"{name} must have shape {list(shape)}, not {list(value.shape)}.")
     if value.device != q.device:
         raise ValueError(f"{name} is on {value.device}, q on {q.device}.")
-
-
-def _shape(x: Tensor) -> str:
-    return str(list(x.shape))

@@ -16,7 +16,11 @@ from softmax_rnn.ops.spec import AttentionSpec as Spec
 # The authors clamp the score at 5 before the exponential in every ablation marked c5.
 _C5 = Spec(clamp=5.0, denominator="none")
 _C5_LENGTH = Spec(clamp=5.0, denominator="length")
-_LINEAR_RELU = Spec(series="power", order=1, feature_map="relu", scale=INVERSE_SQRT)
+_LAYER = replace(_C5_LENGTH, norm="layer")
+_LINEAR = Spec(series="power", order=1)
+_LINEAR_RELU = replace(_LINEAR, feature_map="relu", scale=INVERSE_SQRT)
+_TAYLOR = Spec(series="taylor", order=2)
+_L2 = Spec(denominator="none", norm="l2")
 
 # An odd Taylor polynomial is negative for scores below about -1. Its row sum then crosses zero, and
 # the plain quotient does not train. The floor is that of the paper's clamped sum: max(sum, 1).
@@ -28,21 +32,17 @@ FAMILIES = ("taylor", "taylor_elu", "taylor_relu", "taylor_cosine", "power")
 _TABLE: dict[str, Spec] = {
     # Section 4.1: softmax (equation 1) and its two replacements (equations 6 and 5).
     "softmax": Spec(),
-    "norm": Spec(denominator="none", norm="l2"),
+    "norm": _L2,
     "gate": replace(_C5_LENGTH, output_gate="before_norm"),
     # Section 4.3: linear attention (equation 2 with a denominator).
-    "linear_elu": Spec(series="power", order=1, feature_map="elu1"),
-    "linear_relu": Spec(series="power", order=1, feature_map="relu", epsilon=1e-8),
-    "linear_cosine": Spec(
-        series="power", order=1, feature_map="cosine", denominator="learned_length"
-    ),
+    "linear_elu": replace(_LINEAR, feature_map="elu1"),
+    "linear_relu": replace(_LINEAR, feature_map="relu", epsilon=1e-8),
+    "linear_cosine": replace(_LINEAR, feature_map="cosine", denominator="learned_length"),
     # Section 4.4 and appendix F: powers 0 to `order` of exp's series.
-    "taylor": Spec(series="taylor", order=2),
-    "taylor_elu": Spec(series="taylor", order=2, feature_map="elu1"),
-    "taylor_relu": Spec(series="taylor", order=2, feature_map="relu", epsilon=1e-8),
-    "taylor_cosine": Spec(
-        series="taylor", order=2, feature_map="cosine", denominator="learned_length"
-    ),
+    "taylor": _TAYLOR,
+    "taylor_elu": replace(_TAYLOR, feature_map="elu1"),
+    "taylor_relu": replace(_TAYLOR, feature_map="relu", epsilon=1e-8),
+    "taylor_cosine": replace(_TAYLOR, feature_map="cosine", denominator="learned_length"),
     # Appendix B: a single power.
     "power": Spec(series="power", order=2),
     "quadratic": Spec(series="power", order=2, denominator="none"),
@@ -61,18 +61,16 @@ _TABLE: dict[str, Spec] = {
     # Figure 6, right: the norm.
     "norm_rms": replace(_C5, norm="rms"),
     "norm_rms_length": replace(_C5_LENGTH, norm="rms"),
-    "norm_layer_length": replace(_C5_LENGTH, norm="layer"),
+    "norm_layer_length": _LAYER,
     "norm_l2_clamped": replace(_C5, norm="l2"),
     "norm_l2_length": replace(_C5_LENGTH, norm="l2"),
     "norm_relu": replace(_LINEAR_RELU, denominator="none", norm="l2"),
     # In the authors' code only.
-    "norm_gate_before": Spec(denominator="none", norm="l2", output_gate="before_norm"),
-    "norm_gate_after": Spec(denominator="none", norm="l2", output_gate="after_norm"),
-    "layer_input_gate": replace(_C5_LENGTH, norm="layer", input_gate=True),
-    "layer_output_gate": replace(_C5_LENGTH, norm="layer", output_gate="before_norm"),
-    "layer_both_gates": replace(
-        _C5_LENGTH, norm="layer", input_gate=True, output_gate="before_norm"
-    ),
+    "norm_gate_before": replace(_L2, output_gate="before_norm"),
+    "norm_gate_after": replace(_L2, output_gate="after_norm"),
+    "layer_input_gate": replace(_LAYER, input_gate=True),
+    "layer_output_gate": replace(_LAYER, output_gate="before_norm"),
+    "layer_both_gates": replace(_LAYER, input_gate=True, output_gate="before_norm"),
     # Related work that the paper names (Miller, 2023).
     "softmax_plus_one": Spec(denominator="sum_plus_one"),
 }

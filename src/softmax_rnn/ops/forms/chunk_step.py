@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from collections.abc import Callable, Hashable
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -16,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softmax_rnn.ops.forms.channels import Terms, noise_bound, tightened
 from softmax_rnn.ops.monomials import (
     Gathers,
     cumulative_dimension,
     degrees,
+    dimension,
     monomials,
     monomials_backward,
     row_weights,
@@ -33,6 +34,9 @@ from softmax_rnn.ops.spec import AttentionSpec
 COMPILED = {"cuda"} if importlib.util.find_spec("triton") else set()
 BACKEND = "inductor"
 
+# The errors of many products add up to a few units in the last place.
+_ROUNDING = 4.0
+
 Keys = tuple[Tensor, Tensor]  # and their value channels
 
 
@@ -41,8 +45,10 @@ class Tables(NamedTuple):
 
     series: PowerSeries
     slope: PowerSeries
-    terms: Terms
-    degree: int
+    first: int  # the lowest power
+    degree: int  # the highest
+    sizes: tuple[int, ...]  # number of monomials of each power
+    roots: tuple[float, ...]  # the square root of each power's coefficient
     unused: int  # rows of lower degrees, which `power` builds but does not keep in the state
     weights: Tensor
     future: Tensor
@@ -60,14 +66,17 @@ def make_tables(
     compiled: bool,
 ) -> Tables:
     """The tables of a spec, for keys of a width in chunks of a length."""
-    series, degree = PowerSeries.from_spec(spec), degrees(spec)[1]
+    series, (first, degree) = PowerSeries.from_spec(spec), degrees(spec)
+    assert series.coefficients is not None
     with torch.inference_mode(False):
         weights = row_weights(spec, width, dtype, device)
         return Tables(
             series,
             series.derivative(),
-            Terms.from_spec(spec, width),
+            first,
             degree,
+            tuple(dimension(width, n) for n in range(first, degree + 1)),
+            tuple(math.sqrt(a) for a in series.coefficients[first:]),
             cumulative_dimension(width, degree) - len(weights),
             weights,
             torch.ones(chunk, chunk, dtype=torch.bool, device=device).tril(-1),
@@ -94,13 +103,8 @@ def forward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The sums of queries over a state and the keys of their own chunk, and the sums' noise.
 
-    Args:
-        tables: what the chunks of a call share.
-        q: queries, if there are any.
-        keys: keys and their value channels, if there are any.
-        state: the state before, if there is one.
-        new_state: where to write the state after the keys, if it is wanted.
-        noisy: whether the last channel is a sum of weights whose terms can cancel.
+    The state after the keys is written to ``new_state``, if that is given. ``noisy``: whether the
+    last channel is a sum of weights whose terms can cancel.
     """
     reads = [] if q is None or state is None else [q]
     adds = [] if keys is None or new_state is None else [keys[0]]
@@ -110,12 +114,14 @@ def forward(
         k, v = keys
         sums = v @ _hide_future(tables, tables.series(k.mT @ q))
     if q is not None and state is not None:
-        weighted = tables.weights * state
-        sums = _plus(sums, weighted, features[0])
+        if len(tables.future) == 1:  # one token has fewer features than the state has numbers
+            sums = _plus(sums, state, tables.weights.unsqueeze(-1) * features[0])
+        else:
+            sums = _plus(sums, tables.weights * state, features[0])
         if noisy:
-            noise = noise_bound(q, state, tables.terms, tables.weights)
+            noise = _noise_bound(tables, q, state)
             if tables.gathers is None:  # a compiled step cannot branch on values
-                noise = tightened(noise, sums[:, -1], weighted[:, -1], features[0])
+                noise = _tightened(noise, sums[:, -1], tables.weights * state[:, -1], features[0])
     if keys is not None and new_state is not None:
         added = keys[1], features[-1].mT
         if state is None:
@@ -134,12 +140,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of queries, keys, value channels and the state before.
 
-    Args:
-        tables: what the chunks of a call share.
-        queries: queries and the gradient of their sums.
-        keys: as in :func:`forward`.
-        state: the state before, if there is one.
-        dnew_state: the gradient of the state after, if it has one.
+    ``queries`` come with the gradient of their sums; ``dnew_state`` is that of the state after.
     """
     reads = [] if queries is None or state is None else [queries[0]]
     adds = [] if keys is None or dnew_state is None else [keys[0]]
@@ -167,6 +168,39 @@ def backward(
     return dq, dk, dv, dstate
 
 
+def _noise_bound(tables: Tables, q: Tensor, state: Tensor) -> Tensor:
+    """The rounding error of a weight sum read from a state: [N, G * L] of queries [N, D, G * L].
+
+    The products with the monomials can cancel to a small sum of ``w(q . k)``; their rounding error
+    is relative to their size. For each power that is at most ``|q|^n`` times the norm of the
+    state's monomials of that degree (Cauchy-Schwarz), for any lengths of keys and queries.
+    """
+    # Squares of high powers overflow float32; a device without float64 has to use it.
+    wide = q.dtype if q.device.type == "mps" else torch.float64
+    squares = state[:, -1].to(wide).square() * tables.weights
+    norms = [part.sum(1, keepdim=True).sqrt() for part in squares.split(tables.sizes, dim=1)]
+    length = q.to(wide).square().sum(1).sqrt()
+    noise = torch.zeros_like(length)
+    for norm, root in zip(reversed(norms), reversed(tables.roots), strict=True):
+        noise = torch.addcmul(norm * root, noise, length)
+    if tables.first:
+        noise = noise * length**tables.first
+    return (_ROUNDING * torch.finfo(q.dtype).eps * noise).to(q.dtype)
+
+
+def _tightened(noise: Tensor, weight_sum: Tensor, row: Tensor, features: Tensor) -> Tensor:
+    """The noise [N, L], from the products themselves where a sum is below their bound.
+
+    ``row`` [N, rows] is the weighted state of the weight sum, ``features`` the queries' monomials.
+    """
+    if not (weight_sum.abs() < noise).any():
+        return noise
+    wide = noise.dtype if noise.device.type == "mps" else torch.float64
+    products = row.to(wide).square().unsqueeze(1) @ features.to(wide).square()
+    exact = _ROUNDING * torch.finfo(noise.dtype).eps * products.squeeze(1).sqrt()
+    return noise.minimum(exact.to(noise.dtype))
+
+
 def _features(tables: Tables, columns: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
     """All monomials of the columns, built together, and for each those with state rows."""
     every = monomials(_joined(columns), tables.degree, tables.gathers)
@@ -191,7 +225,8 @@ def _joined(columns: list[Tensor]) -> Tensor:
 def _hide_future(tables: Tables, weights: Tensor) -> Tensor:
     """Zero the weights of later keys of the same chunk [N, L, G * L], in place."""
     size = weights.shape[1]
-    weights.unflatten(2, (-1, size)).masked_fill_(tables.future[:size, None, :size], 0.0)
+    if size > 1:
+        weights.unflatten(2, (-1, size)).masked_fill_(tables.future[:size, None, :size], 0.0)
     return weights
 
 

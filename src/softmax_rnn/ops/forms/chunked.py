@@ -6,15 +6,13 @@ The monomials of a chunk's queries read the state of all earlier keys; the keys 
 count by their scores. The sum of weights is one more value channel, of ones. The backward pass
 walks the chunks in reverse and recomputes their monomials; it keeps one state a chunk.
 
-A token is a column. A product with the many rows of monomials then has its short side, the value
-channels, first, which makes matrix products several times faster.
-
 Both passes are PyTorch operators: a compiled model calls them without a graph break, whatever the
 number of chunks. The work on one chunk is in ``chunk_step``.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -25,9 +23,8 @@ from torch import Tensor, library
 
 from softmax_rnn.ops.cost import chunk_length, heads_per_step, sizes_of
 from softmax_rnn.ops.forms import chunk_step
-from softmax_rnn.ops.forms.channels import from_columns, to_columns
 from softmax_rnn.ops.forms.first_order import first_order
-from softmax_rnn.ops.forms.row_sums import RowSums, without_autocast
+from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, no_data, without_autocast
 from softmax_rnn.ops.monomials import degrees, state_rows
 from softmax_rnn.ops.spec import AttentionSpec, Series
 
@@ -42,28 +39,82 @@ def chunked(
     mask: Tensor | None,
     state: Tensor | None = None,
     keep_state: bool = False,
+    chunk: int | None = None,
 ) -> RowSums:
     """As :func:`softmax_rnn.ops.forms.dense.dense`, after the keys summed up in ``state``.
 
-    Args:
-        q: feature-mapped queries [B, H, T, D].
-        k: feature-mapped keys [B, Hkv, S, D].
-        v: values [B, Hkv, S, E].
-        spec: one with a state.
-        causal: whether query ``t`` sees keys up to ``t + S - T`` only.
-        mask: boolean, True = visible, per key: broadcastable to [B, Hkv, 1, S].
-        state: sums over earlier keys, [B, Hkv, E + 1, rows], or E without a row sum; ``None``
-            for none.
-        keep_state: whether to return the state after the last key.
+    The mask is per key, broadcastable to [B, Hkv, 1, S]; the state holds sums over earlier keys,
+    [B, Hkv, E + 1, rows], or E without a row sum. ``keep_state`` asks for the state after the last
+    key, and ``chunk`` is the tokens of a chunk, by default as many as are fastest. Chunks of one
+    token are the recurrence as it is written.
     """
-    qs, ks, vs, state = first_order(*to_columns(q, k, v, spec, mask, state, keep_state))
+    qs, ks, vs, state = first_order(*_to_columns(q, k, v, spec, mask, state, keep_state))
     inputs = (qs, ks, vs) if state is None else (qs, ks, vs, state)
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    chunk = chunk_length(sizes_of(spec, q, k, v, causal))
+    chunk = chunk or chunk_length(sizes_of(spec, q, k, v, causal))
     noisy = spec.row_sum is not None and spec.terms_can_cancel
     plan = _Plan(spec.series, degrees(spec)[1], noisy, causal, chunk, keep_state, differentiable)
-    sums, last_state, noise, _ = _sums(qs, ks, vs, state, *plan)
-    return from_columns(sums, spec, k, last_state if keep_state else None, noise if noisy else None)
+    # As an operator only where it has to be one: a call of it costs much of a step of one token.
+    compute = _sums if differentiable or no_data(q) else _compute_sums
+    sums, last_state, noise, _ = compute(qs, ks, vs, state, *plan)
+    last = last_state if keep_state else None
+    return _from_columns(sums, spec, k, last, noise if noisy else None)
+
+
+def _to_columns(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    mask: Tensor | None,
+    state: Tensor | None,
+    keep_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Scaled queries [N, D, G, T], keys [N, D, S], value channels [N, C, S], state [N, C, rows].
+
+    N is B * Hkv. With a row sum there is one more channel, of ones. All channels of a hidden key
+    are zero, so that it adds nothing to any sum.
+    """
+    dtype = compute_dtype(q.dtype)
+    channels = v.to(dtype).mT
+    if spec.row_sum is not None:
+        channels = torch.cat([channels, channels.new_ones(*v.shape[:2], 1, v.shape[2])], dim=2)
+    keys = k.to(dtype).mT
+    if mask is not None:  # a factor of zero would keep a hidden NaN
+        channels, keys = channels.masked_fill(~mask, 0.0), keys.masked_fill(~mask, 0.0)
+    queries = q.to(dtype).unflatten(1, (k.shape[1], -1)).movedim(-1, 2)
+    queries = queries.flatten(0, 1) * spec.score_scale(q.shape[-1])
+    keys, channels = (x.flatten(0, 1).contiguous() for x in (keys, channels))
+    if state is not None:
+        return queries, keys, channels, state.flatten(0, 1)
+    if not keep_state:  # a state holds the keys as they are
+        queries, keys = _balanced(queries, keys)
+    return queries, keys, channels, None
+
+
+def _balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys of equal size with the same products, as high powers of either overflow.
+
+    The factor is a power of two for each head, so that nothing is rounded.
+    """
+    if not (q[0].numel() and k[0].numel()):
+        return q, k
+    largest = [x.detach().abs().flatten(1).amax(1) for x in (q, k)]
+    exponent = ((largest[0].log2() - largest[1].log2()) / 2).round()
+    ratio = torch.where(exponent.isfinite(), exponent, 0.0).exp2()
+    return q / ratio.view(-1, 1, 1, 1), k * ratio.view(-1, 1, 1)
+
+
+def _from_columns(
+    sums: Tensor, spec: AttentionSpec, k: Tensor, state: Tensor | None, noise: Tensor | None
+) -> RowSums:
+    """[N, C, G, T], the state [N, C, rows] and the noise [N, G, T] in the layout of forms."""
+    sums = sums.unflatten(0, k.shape[:2]).movedim(2, -1).flatten(1, 2)
+    state = None if state is None else state.unflatten(0, k.shape[:2])
+    if spec.row_sum is None:
+        return RowSums(sums, state=state)
+    noise = None if noise is None else noise.unflatten(0, k.shape[:2]).flatten(1, 2)
+    return RowSums(sums[..., :-1], sums[..., -1], state=state, noise=noise)
 
 
 class _Plan(NamedTuple):
@@ -80,7 +131,7 @@ class _Plan(NamedTuple):
     @property
     def spec(self) -> AttentionSpec:
         """One with the same weights."""
-        return AttentionSpec(series=self.series, order=self.order)
+        return _plain_spec(self.series, self.order)
 
     def earlier_keys(self, q: Tensor, k: Tensor) -> int:
         """Keys before the first query, which are read from the state only."""
@@ -94,6 +145,11 @@ class _Plan(NamedTuple):
         return read if self.earlier_keys(q, k) else max(0, read - 1)
 
 
+@functools.cache
+def _plain_spec(series: Series, order: int) -> AttentionSpec:
+    return AttentionSpec(series=series, order=order)
+
+
 _PLAN = (
     "str series, int order, bool noisy, bool causal, SymInt chunk, bool keep_state, "
     "bool differentiable) -> (Tensor, Tensor, Tensor, Tensor)"
@@ -101,14 +157,8 @@ _PLAN = (
 _TAGS = (torch.Tag.cudagraph_unsafe,)  # the first call compiles steps and makes tables
 
 
-@library.custom_op(
-    "softmax_rnn::chunked_sums",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? state, {_PLAN}",
-    tags=_TAGS,
-)
 @torch.no_grad()
-def _sums(
+def _compute_sums(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The sums, the state after the last key, the noise of the sums, and the states kept.
@@ -117,17 +167,12 @@ def _sums(
     """
     outputs = _empty_sums(q, k, v, state, *arguments)
     plan = _Plan(*arguments)
-    for heads in _head_slices(q, plan):
-        before = None if state is None else state[heads]
-        chunks = _Chunks(plan, q[heads], k[heads], v[heads], before)
+    for heads, chunks in _by_heads(plan, q, k, v, state):
         out, last_state, noise = (x[heads] for x in outputs[:3])
-        found = chunks.sums(out, noise, list(outputs[3][:, heads]))
-        if plan.keep_state:
-            last_state.copy_(chunks.zero_state() if found is None else found)
+        chunks.sums(out, last_state, noise, list(outputs[3][:, heads]))
     return outputs
 
 
-@_sums.register_fake
 def _empty_sums(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -139,6 +184,16 @@ def _empty_sums(
         q.new_empty((len(q), *q.shape[2:]) if plan.noisy else 0),
         q.new_empty(plan.kept_states(q, k), *shape),
     )
+
+
+_sums = library.custom_op(
+    "softmax_rnn::chunked_sums",
+    _compute_sums,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? state, {_PLAN}",
+    tags=_TAGS,
+)
+_sums.register_fake(_empty_sums)
 
 
 @library.custom_op(
@@ -164,9 +219,7 @@ def _grads(
     plan = _Plan(*arguments)
     if dout is None:
         dout = q.new_zeros(*v.shape[:2], *q.shape[2:])
-    for heads in _head_slices(q, plan):
-        before = None if state is None else state[heads]
-        chunks = _Chunks(plan, q[heads], k[heads], v[heads], before)
+    for heads, chunks in _by_heads(plan, q, k, v, state):
         dq, dk, dv, dstate = (x[heads] for x in outputs)
         found = None if dlast_state is None else dlast_state[heads]
         found = chunks.grads(dout[heads], found, list(kept[:, heads]), dq, dk, dv)
@@ -203,11 +256,15 @@ def _backward(ctx: Any, dout: Tensor | None, dlast: Tensor | None, *_: None) -> 
 _sums.register_autograd(_backward, setup_context=_save)
 
 
-def _head_slices(q: Tensor, plan: _Plan) -> Iterator[slice]:
-    """Slices of the key/value heads whose monomials fit the cache together."""
-    heads = heads_per_step(plan.spec, q.shape[1], plan.chunk, q.shape[2], q.device.type)
-    for start in range(0, len(q), heads):
-        yield slice(start, start + heads)
+def _by_heads(
+    plan: _Plan, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None
+) -> Iterator[tuple[slice, _Chunks]]:
+    """The chunks of as many key/value heads as fit the cache together, and which heads."""
+    count = heads_per_step(plan.spec, q.shape[1], plan.chunk, q.shape[2], q.device.type)
+    for start in range(0, len(q), count):
+        heads = slice(start, start + count)
+        before = None if state is None else state[heads]
+        yield heads, _Chunks(plan, q[heads], k[heads], v[heads], before)
 
 
 class _Chunks:
@@ -215,7 +272,7 @@ class _Chunks:
 
     def __init__(self, plan: _Plan, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> None:
         self.plan = plan
-        several = max(q.shape[3], k.shape[2]) > plan.chunk
+        several = 1 < plan.chunk < max(q.shape[3], k.shape[2])
         self.compiled = q.device.type in chunk_step.COMPILED and several
         key = (plan.spec, q.shape[1], plan.chunk, q.dtype, q.device, self.compiled)
         self.tables = chunk_step.make_tables(*key)
@@ -268,24 +325,25 @@ class _Chunks:
         else:
             columns.copy_(chunk.view(*columns.shape[:-1], -1)[..., : columns.shape[-1]])
 
-    def sums(self, out: Tensor, noise: Tensor, kept: list[Tensor]) -> Tensor | None:
-        """Fill the sums, their noise and the states to keep; return the state after all keys."""
+    def sums(self, out: Tensor, last_state: Tensor, noise: Tensor, kept: list[Tensor]) -> None:
+        """Fill the sums, the state after all keys, the sums' noise and the states to keep."""
         state, plan = self.state, self.plan
         buffers = itertools.chain(kept, (self.new_state() for _ in itertools.count()))
         for i, keys in enumerate(self.earlier_pairs, 1):
             new_state = next(buffers) if i == len(self.earlier_pairs) else self.new_state()
             self.step(chunk_step.forward, None, keys, state, new_state, False)
             state = new_state
-        to_the_end = plan.keep_state or self.compiled
         for i, (q, pair) in enumerate(zip(self.queries, self.own_pairs, strict=True)):
-            adds = pair is not None and (to_the_end or i + 1 < len(self.queries))
-            buffer = next(buffers) if adds else None
+            last, buffer = i + 1 == len(self.queries), None
+            if pair is not None and (not last or plan.keep_state or self.compiled):
+                buffer = last_state if last and plan.keep_state else next(buffers)
             sums, size = self.step(chunk_step.forward, q, pair, state, buffer, plan.noisy)
             self.write(sums, out, i)
             if plan.noisy:
                 self.write(size, noise, i)
-            state = buffer if adds else state
-        return state
+            state = state if buffer is None else buffer
+        if plan.keep_state and state is not last_state:
+            last_state.copy_(self.zero_state() if state is None else state)
 
     def grads(
         self,
@@ -296,18 +354,9 @@ class _Chunks:
         dk: Tensor,
         dv: Tensor,
     ) -> Tensor | None:
-        """Fill the gradients of the columns; from ``dstate``, that of the last state, to the first.
+        """Fill ``dq``, ``dk`` and ``dv`` and return the gradient of the initial state, if any.
 
-        Args:
-            dout: the gradient of the sums.
-            dstate: the gradient of the state after all keys, if it has one.
-            kept: as ``sums`` filled them.
-            dq: to be filled, like the next two.
-            dk: keys.
-            dv: value channels.
-
-        Returns:
-            The gradient of the initial state, if it has one.
+        ``dout`` and ``dstate`` are the gradients of the sums and of the state after all keys.
         """
         if self.compiled:
             dstate = self.zero_state() if dstate is None else dstate.contiguous()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, visible
-from softmax_rnn.ops.forms.weight import Weight
+from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec
 
 
@@ -31,19 +31,18 @@ def dense(
     q = q.to(dtype)
     k = k.to(dtype).repeat_interleave(groups, dim=1)
     v = v.to(dtype).repeat_interleave(groups, dim=1)
-    weight = Weight.from_spec(spec, q.shape[-1], causal)
-    scores = weight.scale * (q @ k.transpose(-1, -2))
-    if weight.clamp is not None:
-        scores = scores.clamp(max=weight.clamp)
+    scores = spec.score_scale(q.shape[-1]) * (q @ k.transpose(-1, -2))
+    if spec.clamp is not None:
+        scores = scores.clamp(max=spec.clamp)
     shown = visible(q.shape[-2], k.shape[-2], causal, mask, q.device)
     if shown is not None:
-        scores = scores.masked_fill(~shown, -torch.inf if weight.shifted else 0.0)
+        scores = scores.masked_fill(~shown, -torch.inf if spec.shifted else 0.0)
     largest = None
-    if weight.shifted and k.shape[-2]:
+    if spec.shifted and k.shape[-2]:
         largest = scores.detach().amax(-1)
         largest = largest.masked_fill(largest == -torch.inf, 0.0)
         scores = scores - largest.unsqueeze(-1)
-    weights = weight.series(scores)
+    weights = PowerSeries.from_spec(spec)(scores)
     if shown is not None:
         weights = weights.masked_fill(~shown, 0.0)
     return RowSums(weights @ v, weights.sum(-1), largest)

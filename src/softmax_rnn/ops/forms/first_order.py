@@ -20,20 +20,14 @@ def first_order(*inputs: *Tensors) -> tuple[*Tensors]:
     (``torch.autograd.grad(out.sum(), q, create_graph=True)``), and the tangents of a custom
     operator. A compiled model raises an error of its own.
 
-    Args:
-        inputs: what a form saves for its backward pass, so that this needs no further memory;
-            ``None`` stays ``None``.
-
-    Raises:
-        NotImplementedError: when the missing derivative is taken, naming the form that has it.
+    The inputs are what a form saves for its backward pass, so that this needs no further memory.
+    ``NotImplementedError`` is raised when the missing derivative is taken.
     """
     given = [x for x in inputs if isinstance(x, Tensor)]
     if torch.compiler.is_compiling() or not any(map(differentiated, given)):
         return inputs
     marked = iter(_FirstOrder.apply(*given))
-    return cast(
-        tuple[*Tensors], tuple(next(marked) if isinstance(x, Tensor) else x for x in inputs)
-    )
+    return cast(tuple[*Tensors], tuple(x if x is None else next(marked) for x in inputs))
 
 
 def differentiated(x: Tensor) -> bool:
@@ -65,19 +59,9 @@ class _FirstOrder(torch.autograd.Function):
         raise NotImplementedError(f"Forward-mode derivative: {_ADVICE}")
 
 
-class _NotTwice(torch.autograd.Function):
+class _NotTwice(_FirstOrder):
     """Gradients and what they depend on, unchanged; differentiating them is an error."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for x in tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         raise NotImplementedError(f"Second derivative: {_ADVICE}")

@@ -1,14 +1,7 @@
 """The exponential on PyTorch's fused kernels, at their speed and memory.
 
 The sums of equations 1, 5 and 6 (``reference.attention``), for every exp variant without a clamp,
-on a CPU or a GPU. Three identities (docs/design.md) make that possible:
-
-1. A norm that ignores positive scale gives the same for the numerator as for softmax's output.
-2. ``N = out * exp(lse)`` with the kernel's output and log-sum-exp.
-3. The kernel's backward subtracts ``delta = rowsum(grad_out * out)``, which is the
-   gradient through the denominator. With numerator ``out``, weight sum 1 and log-scale ``lse``
-   (constant), the gradient of the weight sum takes its place: ``delta = -grad_weight_sum``.
-   Zero gives the un-normalised sum and the paper's detached denominator.
+on a CPU or a GPU, by the three identities of docs/design.md.
 """
 
 from __future__ import annotations
@@ -92,10 +85,8 @@ def fused(
 
 
 def _row_by_row(x: Tensor) -> Tensor:
-    """With the numbers of a row side by side, as the kernels read memory whatever the strides.
-
-    SDPA would fall back to its quadratic kernel.
-    """
+    # The kernels read the numbers of a row side by side whatever the strides; SDPA would fall back
+    # to its quadratic kernel.
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -104,24 +95,15 @@ class _FlashSums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-        on_gpu: bool,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, *random = _flash(on_gpu, q, k, v, mask, causal, scale)
+        out, lse, *random = _flash(q, k, v, mask, *options)
+        weight_sum = torch.ones_like(lse)
         if mask is not None:
             # For a row that sees no key the kernel has lse = 0, but its weights sum to zero.
-            has_key = mask.isfinite().any(-1).expand_as(lse)
-            weight_sum = has_key.to(lse.dtype)
-        else:
-            weight_sum = torch.ones_like(lse)
+            weight_sum *= mask.isfinite().any(-1)
         ctx.save_for_backward(q, k, v, mask, lse, *random)
-        ctx.causal, ctx.scale = causal, scale
+        ctx.options = options[:2]
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, weight_sum, lse
@@ -136,10 +118,9 @@ class _FlashSums(torch.autograd.Function):
         if grad is None:
             grad = q.new_zeros(*q.shape[:-1], v.shape[-1])
         grad = _row_by_row(grad)
-        # Any `out` with rowsum(grad * out) = -grad_sum serves; this one is parallel to grad.
-        if grad_sum is None:
-            out = torch.zeros_like(grad)
-        else:
+        out = torch.zeros_like(grad)
+        if grad_sum is not None:
+            # Any `out` with rowsum(grad * out) = -grad_sum serves; this one is parallel to grad.
             largest = grad.abs().amax(-1, keepdim=True).to(lse.dtype)
             largest = largest.masked_fill(largest == 0, 1)
             direction = grad / largest
@@ -147,12 +128,11 @@ class _FlashSums(torch.autograd.Function):
             length = length.masked_fill(length == 0, 1)
             out = (-direction * (grad_sum.unsqueeze(-1) / largest / length)).to(grad.dtype)
         tensors = (grad, q, k, v, out, lse)
-        grads = _flash_backward(tensors, random, mask, ctx.causal, ctx.scale)
-        return (*grads, None, None, None, None)
+        return *_flash_backward(tensors, random, mask, *ctx.options), None, None, None, None
 
 
 def _flash(
-    on_gpu: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, on_gpu: bool
 ) -> tuple[Tensor, ...]:
     """Softmax output and log-sum-exp; on a GPU also the dropout state that the backward takes."""
     if not on_gpu:

@@ -66,6 +66,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def no_data(x: Tensor) -> bool:
+    """Whether the numbers cannot be read: while tracing, and on the meta device."""
+    return torch.compiler.is_compiling() or x.is_meta or type(x) is not Tensor
+
+
 def visible(
     queries: int, keys: int, causal: bool, mask: Tensor | None, device: torch.device
 ) -> Tensor | None:

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from softmax_rnn.ops.compiler import uncompiled
 from softmax_rnn.ops.forms.first_order import first_order
 from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype
-from softmax_rnn.ops.forms.weight import Weight
+from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec
 
 MAX_WIDTH = 256
@@ -72,8 +72,7 @@ def triton(
     types accumulate in float32; float32 products are exact unless PyTorch's own may be in TF32
     (``torch.backends.cuda.matmul.fp32_precision``).
     """
-    weight = Weight.from_spec(spec, q.shape[-1], causal)
-    return RowSums(*_TritonSums.apply(*first_order(q, k, v), mask, weight, spec.feature_map))
+    return RowSums(*_TritonSums.apply(*first_order(q, k, v), mask, spec, causal))
 
 
 class _TritonSums(torch.autograd.Function):
@@ -81,24 +80,17 @@ class _TritonSums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        weight: Weight,
-        feature_map: str,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         if mask is not None:
             mask = mask.expand(*q.shape[:3], k.shape[2]).view(torch.uint8)
         weight_sum = q.new_empty(q.shape[:3], dtype=compute_dtype(q.dtype))
         numerator = weight_sum.new_empty(*q.shape[:3], v.shape[3])
-        maximum = torch.empty_like(weight_sum) if weight.shifted else None
-        tensors = (q, k, v, mask, numerator, weight_sum, maximum)
+        maximum = torch.empty_like(weight_sum) if options[0].shifted else None
         strided = (q, k, v, mask, numerator)
-        _launch("sums", tensors, strided, weight, feature_map)
+        _launch("sums", (*strided, weight_sum, maximum), strided, *options)
         ctx.save_for_backward(q, k, v, mask, maximum)
-        ctx.options = weight, feature_map
+        ctx.options = options
         if maximum is not None:
             ctx.mark_non_differentiable(maximum)
         return numerator, weight_sum, maximum
@@ -117,20 +109,18 @@ class _TritonSums(torch.autograd.Function):
 
 def _launch(
     name: str,
-    tensors: tuple[Tensor | None, ...],
+    tensors: tuple[Any, ...],
     strided: tuple[Tensor | None, ...],
-    weight: Weight,
-    feature_map: str,
+    spec: AttentionSpec,
+    causal: bool,
 ) -> None:
     """Run a kernel with one program per tile and head; q, k, v, mask come first in ``tensors``."""
-    q, k, v, mask = tensors[:4]
-    assert q is not None
-    assert k is not None
-    assert v is not None
+    q, _, v, mask = tensors[:4]
     batch, heads, queries, width = q.shape
     kv_heads, keys, value_width = v.shape[1:]
     block_d, block_e = (max(16, 1 << (size - 1).bit_length()) for size in (width, value_width))
     precision, factor_bytes = _products(v.dtype)
+    series = PowerSeries.from_spec(spec)
     strides = (None if x is None else x.stride() for x in strided)
     rows, count = (keys, kv_heads) if name == "key_grads" else (queries, heads)
     block = "BLOCK_S" if name == "key_grads" else "BLOCK_T"
@@ -151,12 +141,12 @@ def _launch(
             E=value_width,
             BLOCK_D=block_d,
             BLOCK_E=block_e,
-            SCALE=weight.scale,
-            CLAMP=weight.clamp,
-            COEFFICIENTS=weight.series.coefficients,
-            SLOPE=weight.series.derivative().coefficients,
-            MAP=feature_map,
-            CAUSAL=weight.causal,
+            SCALE=spec.score_scale(width),
+            CLAMP=spec.clamp,
+            COEFFICIENTS=series.coefficients,
+            SLOPE=series.derivative().coefficients,
+            MAP=spec.feature_map,
+            CAUSAL=causal,
             BY_QUERY=mask is not None and mask.stride(2) != 0,
             PRECISION=precision,
             LONG=queries >= _LONG,
