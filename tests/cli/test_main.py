@@ -66,7 +66,7 @@ def test_train_then_generate_then_analyze(
     assert "cache: recurrent; recurrent cache" in shown
     assert main(["analyze", str(out), "--blocks", "2", "--order", "3"]) == 0
     shown = capsys.readouterr().out
-    assert "by the bound" in shown
+    assert "order by bound" in shown
     for name in ("analysis.png", "analysis.svg", "analysis_heads.csv", "analysis_powers.csv"):
         assert (out / name).stat().st_size > 0
 
@@ -108,7 +108,7 @@ def test_prepare_stopped_before_its_first_shard_is_prepared_anew(
     }[command]
     monkeypatch.setattr(preparation, "encode_all", lambda *_: signal.raise_signal(15))
     assert main(words) == 75
-    told = "nothing was kept of the corpus: rerun the same command to prepare it anew\n"
+    told = "nothing was kept of the corpus: rerun the same command to start again\n"
     assert capsys.readouterr().err.endswith(f"Stopped by SIGTERM; {told}")
 
 
@@ -192,7 +192,7 @@ def test_what_finished_is_reported_where_a_run_failed(
     ("arguments", "message"),
     [
         (["compare", "nrom"], "Did you mean 'norm'?"),
-        (["compare", "softmax_l2", "norm"], "'softmax_l2' and 'norm' are one"),
+        (["compare", "softmax_l2", "norm"], "'softmax_l2' and 'norm' are the same variant"),
         (["compare", "softmax", "--seeds", "0", "0"], "A seed is given twice: 0, 0"),
         (["compare", "softmax", "--parallel", "0"], "parallel must be at least 1, not 0"),
         (["train", "--corpus", ""], "No file matches the corpus ''"),

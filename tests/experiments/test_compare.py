@@ -54,9 +54,9 @@ def test_runs_differ_in_their_attention_alone(texts: Path, tmp_path: Path) -> No
 def test_mistakes_are_named_before_anything_runs(texts: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Did you mean 'norm'"):
         compare_configs(["softmax", "nrom"], [0], tiny(texts), tmp_path)
-    with pytest.raises(ValueError, match="named twice"):
+    with pytest.raises(ValueError, match="are the same variant"):
         compare_configs(["norm", "norm"], [0], tiny(texts), tmp_path)
-    with pytest.raises(ValueError, match="'taylor' and 'taylor:2' are one"):
+    with pytest.raises(ValueError, match="'taylor' and 'taylor:2' are the same variant"):
         compare_configs(["taylor", "taylor:2"], [0], tiny(texts), tmp_path)
     with pytest.raises(ValueError, match="seed is given twice: 1, 0, 1"):
         compare_configs(["norm"], [1, 0, 1], tiny(texts), tmp_path)
