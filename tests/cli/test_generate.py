@@ -150,5 +150,5 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     )
     LlamaForCausalLM(theirs).save_pretrained(tmp_path / "theirs")
     byte_tokenizer().save_pretrained(tmp_path / "theirs")
-    with pytest.raises(ValueError, match="holds a LlamaForCausalLM"):
+    with pytest.raises(ValueError, match="contains a LlamaForCausalLM"):
         generate(tmp_path / "theirs", "a")
