@@ -1,7 +1,7 @@
 """Make the tables and figures of results.md from runs: ``python docs/results.py RUNS``.
 
-RUNS is the ``--out`` folder of ``softmax-rnn reproduce`` (default: ``runs``). Figures with unfinished
-runs, and the claims on them, are not changed on the page.
+RUNS is the ``--out`` folder of ``softmax-rnn reproduce``, by default ``runs``. Unfinished figures
+and the claims on them are not changed on the page.
 """
 
 from __future__ import annotations

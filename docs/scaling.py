@@ -16,7 +16,7 @@ SIZES = ("small", "large", "deep")
 # Bytes per second of a GPU's links in one direction, from the data sheets.
 RATES = {"in a node": 450e9, "between nodes": 50e9}
 FLOAT32 = 4
-# Data that a step sends, in multiples of the weights' size: DDP sums gradients; FSDP gathers weights
+# Data that a step sends, as a multiple of the weights: DDP sums gradients; FSDP gathers weights
 # twice and scatters gradients once.
 TRAFFIC = {"DDP": 2, "FSDP": 3}
 
