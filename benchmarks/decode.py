@@ -5,8 +5,8 @@
 
 All models have the same (random) weights. Before anything is timed, each model must choose the
 same greedy tokens with its cache as without, and softmax the same tokens as Llama. Then a prompt is
-read, and every round decodes some tokens after it. The likeliest token of a forward pass is the next
-input; the rest of `generate()` is not used. Ratios are relative to Llama with SDPA.
+read, and every round decodes some tokens after it. The likeliest token of a forward pass is the
+next input; the rest of `generate()` is not used. Ratios are relative to Llama with SDPA.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
     python -m benchmarks.recurrence                  # one core of a CPU
     python -m benchmarks.recurrence --device cuda
 
-Expected before measuring: the plain way makes a state of ``monomials x values`` at every position,
-so that memory traffic alone costs it some 10 to 100 times the products it needs; the chunked form
-makes one a chunk. Its time is linear in the length; the blocked form's is quadratic, without the
-monomials, and wins below the crossover that the cost model gives. A stream holds one state.
+Expected before measuring: the simple method stores a state of ``monomials x values`` for every
+position, so memory traffic alone takes 10 to 100 times as long as the necessary products. The chunked
+form stores one state per chunk, and its time is linear in the length. The time of the blocked form is
+quadratic but has no factor for monomials, so it is faster below the crossover of the cost model. A
+stream stores one state.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def dispatch(rounds: int, device: str, heads: int = 2) -> list[dict[str, Any]]:
         # Nanoseconds a head, forward; the backward pass takes three times as long again.
         slow = {name: 4e-9 * heads * cost[name] > PATIENCE[device] for name in cost}
         names = [name for name in cost if not slow[name] or cost[name] == min(cost.values())]
-        # A form that fills the memory slows the next one: auto is timed after the form with less memory.
+        # A form that fills the memory slows the next one: auto follows the form with less memory.
         names.sort(key=lambda name: cost[name], reverse=True)
         work = {name: step(name, spec, data) for name in [*names, "auto"]}
         times = seconds(work, rounds, device=device, shuffled=False)

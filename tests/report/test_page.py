@@ -1,4 +1,4 @@
-"""The page in a real browser: what it draws, its controls, and that it asks nobody for anything."""
+"""The page in a real browser: its plots and controls, and that it loads nothing."""
 
 from __future__ import annotations
 
