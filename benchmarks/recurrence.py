@@ -4,10 +4,10 @@
     python -m benchmarks.recurrence --device cuda
 
 Expected before measuring: the simple method stores a state of ``monomials x values`` for every
-position, so memory traffic alone takes 10 to 100 times as long as the necessary products. The chunked
-form stores one state per chunk, and its time is linear in the length. The time of the blocked form is
-quadratic but has no factor for monomials, so it is faster below the crossover of the cost model. A
-stream stores one state.
+position, so memory traffic alone takes 10 to 100 times as long as the necessary products. The
+chunked form stores one state per chunk, and its time is linear in the length. The time of the
+blocked form is quadratic but has no factor for monomials, so it is faster below the crossover of
+the cost model. A stream stores one state.
 """
 
 from __future__ import annotations

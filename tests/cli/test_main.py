@@ -362,16 +362,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_how_a_process_ends(
     code: int, processes: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without interpreter shutdown where that could change the exit code; exit functions run first."""
+    """Without interpreter shutdown if that could change the exit code; exit functions run."""
     calls: list[object] = []
     monkeypatch.setattr(StopRequest, "ends_process", False)
     monkeypatch.setattr(cli, "main", lambda: code)
     monkeypatch.setattr(cli.atexit, "_run_exitfuncs", lambda: calls.append("atexit"))
     monkeypatch.setattr(cli.os, "_exit", calls.append)
     monkeypatch.setenv("WORLD_SIZE", processes)
-    with pytest.raises(
-        SystemExit
-    ) as stop:  # outside this test os._exit would already have ended it
+    with pytest.raises(SystemExit) as stop:  # os._exit is replaced here
         cli.process()
     assert stop.value.code == code
     assert calls == (["atexit", code] if at_once else [])
