@@ -32,13 +32,13 @@ def sizes() -> str:
     columns = ["size", "parameters", "FLOPs per step", "GPUs", "blocks per GPU"]
     rows = []
     for name in SIZES:
-        config, whole = _step(name)
+        config, total = _step(name)
         for gpus in (1, 4, 12, 36):
             blocks = config.batch_size // gpus
             share = cost(replace(config, batch_size=blocks), GPU)
             sharded = share.memory_bytes - 16 * share.parameters * (1 - 1 / gpus)
             memory = [f"{size / 2**30:,.1f} GiB" for size in (share.memory_bytes, sharded)]
-            size = [name, f"{whole.parameters / 1e6:,.0f} M", f"{whole.operations:.2e}"]
+            size = [name, f"{total.parameters / 1e6:,.0f} M", f"{total.operations:.2e}"]
             rows.append([*size, str(gpus), str(blocks), *memory])
     return table([*columns, "memory per GPU, DDP", "FSDP"], rows)
 

@@ -34,7 +34,7 @@ class Check:
 
     Kinds, with ``d`` the test loss of ``variant`` minus that of ``other``:
 
-    - ``equal``: ``|d| < margin`` (two one-sided tests at 5%: the 90% interval lies within).
+    - ``equal``: ``|d| < margin`` (two one-sided tests at 5%, so the 90% interval counts).
     - ``worse``: ``d > margin``.
     - ``slightly worse``: ``0 < d < margin``.
     - ``better``: ``d < -margin``.
