@@ -23,6 +23,10 @@ def test_any_text_comes_back(text: str) -> None:
 
 def test_numbers_as_people_write_them() -> None:
     assert parse_yaml("[1e-4, 1E+3, 1.5e3, 2, '1e5']", "here") == [1e-4, 1e3, 1.5e3, 2, "1e5"]
+    assert parse_yaml("[-3, 0, 1_000, .5, 2., -.inf, 0x1f]", "here") == [
+        *(-3, 0, 1000, 0.5, 2.0, -float("inf"), 31)
+    ]
+    assert parse_yaml("[010, 1:30, 0o7, 1.2.3]", "here") == ["010", "1:30", "0o7", "1.2.3"]
 
 
 def test_text_stays_legible() -> None:

@@ -198,3 +198,9 @@ def test_a_source_read_from_a_quantized_file() -> None:
     expected = llama(ids).logits
     llama.config.quantization_config = {"quant_method": "gguf"}
     assert torch.equal(from_llama(llama)(ids).logits, expected)
+
+
+@pytest.mark.parametrize("source", [None, "owner/llama", torch.nn.Linear(2, 2)])
+def test_a_source_that_is_no_model_is_named(source: object) -> None:
+    with pytest.raises(ValueError, match="the source must be a loaded model"):
+        from_llama(source, "norm")  # type: ignore[arg-type]

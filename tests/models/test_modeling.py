@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import softmax_rnn as sr
 from softmax_rnn.models import from_llama, initialize
@@ -89,6 +95,34 @@ def test_cached_generation_is_uncached(name: str, batch: dict[str, torch.Tensor]
     # Left padding changes nothing: the second prompt alone goes on the same way.
     alone = {key: x[1:, 9:] for key, x in batch.items()}
     assert torch.equal(model.generate(**alone, **GREEDY)[0], expected[1, 9:])
+
+
+@pytest.mark.parametrize("name", ["softmax", "taylor:2"])
+def test_a_generation_config_leaves_the_models_own_settings(
+    name: str, batch: dict[str, torch.Tensor]
+) -> None:
+    """A setting that the given configuration leaves open is the model's."""
+    model, given = build(name), GenerationConfig(**GREEDY)
+    expected = model.generate(**batch, **GREEDY, use_cache=False)
+    for settings in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+        model.generation_config = GenerationConfig(**settings)
+        assert torch.equal(model.generate(**batch, generation_config=given), expected), settings
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        assert torch.equal(model.generate(ids, given, attention_mask=mask), expected), settings
+
+
+@pytest.mark.parametrize("asked", ["eager", "sdpa", None])
+def test_no_attention_of_transformers_is_chosen(
+    asked: str | None, batch: dict[str, torch.Tensor]
+) -> None:
+    model = build("taylor:2")
+    other = AutoModelForCausalLM.from_config(
+        sr.SoftmaxRNNConfig(attention="taylor:2", **TINY), attn_implementation=asked
+    )
+    other.load_state_dict(model.state_dict())
+    other.set_attn_implementation("eager")
+    expected = model.generate(**batch, **GREEDY)
+    assert torch.equal(other.eval().generate(**batch, **GREEDY), expected)
 
 
 @pytest.mark.parametrize("name", ["softmax", "gate", "both_gates", "linear_cosine"])

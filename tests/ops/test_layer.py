@@ -85,6 +85,7 @@ def test_the_spec_is_shown() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"num_heads": 0}, "num_heads must be at least 1, not 0"),
         ({"num_heads": 5}, "The 5 heads must divide the hidden size 32"),
         ({"num_heads": 4, "num_kv_heads": 3}, "The 3 key/value heads must divide the 4"),
         ({"num_heads": 4, "spec": "gates"}, "Did you mean 'gate'"),

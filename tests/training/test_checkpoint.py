@@ -39,6 +39,13 @@ def test_every_bit_counts(sealed: Path) -> None:
     assert damage(sealed) == "0 is missing"
 
 
+def test_a_file_of_tensors_that_is_not_listed_counts_as_damage(sealed: Path) -> None:
+    (sealed / "notes.txt").touch()
+    assert damage(sealed) is None
+    (sealed / "parts" / "more.safetensors").touch()
+    assert damage(sealed) == "more.safetensors is not listed in manifest.json"
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"files": {"weights": {}}}', '{"files": 3}'])
 def test_a_manifest_that_says_nothing(sealed: Path, text: str) -> None:
     (sealed / "manifest.json").write_text(text)

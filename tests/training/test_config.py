@@ -54,6 +54,7 @@ def test_clipping_is_the_papers_unless_given() -> None:
             "attention must be a variant.s name or a mapping .*, not .None.\\.$",
         ),
         ({"learning_rate": 10**400}, "learning_rate must be a valid number, not 1000"),
+        ({"block_size": 1}, "block_size must be greater than or equal to 2, not 1"),
         ({"num_heads": 3}, "num_heads=3 must divide hidden_size=128"),
         ({"hidden_size": 33, "num_heads": 3}, "heads of width 11; rotary positions need an even"),
         ({"num_kv_heads": 0}, "num_kv_heads must be greater than or equal to 1, not 0"),

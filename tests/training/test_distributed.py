@@ -31,7 +31,7 @@ def make(calm: Case, path: Path, processes: int, **fields: object) -> Case:
         calm.config,
         steps=STEPS,
         save_every=HALF,
-        evaluate_every=STEPS,
+        evaluate_every=HALF,
         keep_checkpoints=3,
         **fields,  # type: ignore[arg-type]
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from softmax_rnn.training.distributed import leaving_its_group
+from softmax_rnn.training.distributed import leaving_its_group, require_a_group
 from softmax_rnn.training.loop import NonFiniteError
 from softmax_rnn.training.stopping import RunStopped
 
@@ -70,6 +70,16 @@ def test_a_group_that_was_left_is_kept(tmp_path: Path) -> None:
     run()
     gc.collect()
     assert groups[0]() is not None
+
+
+def test_a_second_run_of_such_a_process_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with leaving_its_group():
+        join(tmp_path)
+    with pytest.raises(ValueError, match="can train once: start another torchrun"):
+        require_a_group()
 
 
 def test_a_group_of_the_caller_stays(tmp_path: Path) -> None:

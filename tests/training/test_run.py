@@ -106,6 +106,31 @@ def test_sharding_over_one_process_is_told(
     assert told in capsys.readouterr().err
 
 
+def test_the_environment_does_not_choose_the_precision(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    original = Accelerator.__init__
+
+    def start(self: Any, **options: Any) -> None:
+        original(self, **options)
+        found.append(self.mixed_precision)
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setattr(Accelerator, "__init__", start)
+    train(tiny(texts, steps=2), tmp_path / "run")
+    assert found == ["no"]
+
+
+def test_batches_without_a_token_to_predict_change_no_mean(tmp_path: Path) -> None:
+    rows = [{"text": "" if i % 2 else "some text"} for i in range(40)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tiny(path, packing="documents", steps=2, evaluate_every=2, split_seed=0)
+    folder = train(config, tmp_path / "run")  # documents of one token are in some batches
+    assert folder.metrics.loss.notna().all()
+
+
 def test_a_finished_run_is_not_run_again(texts: Path, tmp_path: Path) -> None:
     config = tiny(texts, steps=4, save_every=4)
     folder = train(config, tmp_path / "run")

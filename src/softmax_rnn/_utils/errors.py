@@ -22,7 +22,7 @@ EXIT_CODES = {
     ExitCode.FINISHED: "finished",
     ExitCode.FAILED: "the run failed",
     ExitCode.WRONG_INPUT: "invalid arguments, corpus or run folder",
-    ExitCode.STOPPED: "stopped by a signal or --stop-after; rerun the same command to resume",
+    ExitCode.STOPPED: "stopped by a signal or --stop-after; rerun the same command (train: with --resume)",
     ExitCode.INTERRUPTED: "interrupted where there is nothing to save",
 }
 

@@ -75,6 +75,9 @@ def damage(folder: Path) -> str | None:
         for name, about in manifest["files"].items():
             if found := file_damage(folder / name, about["bytes"], about["sha256"]):
                 return found
+        for path in folder.rglob("*.safetensors"):  # which a reader of all would take in
+            if path.relative_to(folder).as_posix() not in manifest["files"]:
+                return f"{path.name} is not listed in {MANIFEST}"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

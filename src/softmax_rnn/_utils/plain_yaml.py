@@ -70,7 +70,17 @@ class _PlainLoader(yaml.SafeLoader):
         return mapping
 
 
-# In YAML 1.1, which PyYAML reads, 1e-4 is text.
-_SCIENTIFIC = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
+# YAML 1.1, which PyYAML reads, has 1e-4 as text, 010 as 8 and 1:30 as 90. These are those of 1.2.
+_NUMBERS = {
+    "int": r"[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F]+",
+    "float": r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
+    r"|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
 for _kind in (_PlainLoader, _PlainDumper):
-    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))
+    _kind.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in known if tag.rpartition(":")[2] not in _NUMBERS]
+        for first, known in _kind.yaml_implicit_resolvers.items()
+    }
+    for _name, _pattern in _NUMBERS.items():
+        _whole = re.compile(f"(?:{_pattern})$")
+        _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _whole, list("-+.0123456789"))

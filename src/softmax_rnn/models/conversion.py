@@ -40,6 +40,11 @@ def from_llama(llama: PreTrainedModel, attention: Any = "softmax") -> SoftmaxRNN
         ValueError: for a source that computes something else, naming the field of its
             configuration, or the weights, that say so.
     """
+    if not isinstance(llama, PreTrainedModel):
+        raise ValueError(
+            "from_llama: the source must be a loaded model, as AutoModelForCausalLM.from_pretrained "
+            f"returns it, not {shown(llama)}."
+        )
     fields = llama.config.to_dict()
     for key, (words, allowed) in _RULES.items():
         if (value := fields.pop(key, None)) not in allowed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class SoftmaxRNNPreTrainedModel(LlamaPreTrainedModel):
         return super().from_pretrained(*args, **{**kwargs, "attn_implementation": MASKING})
 
     def set_attn_implementation(self, *_: Any, **__: Any) -> None:
-        """Do nothing: ``config.attention`` chooses the attention."""
+        """Keep this package's: ``config.attention`` chooses the attention."""
+        super().set_attn_implementation(MASKING)
 
 
 class SoftmaxRNNModel(SoftmaxRNNPreTrainedModel, LlamaModel):
@@ -71,6 +73,7 @@ class SoftmaxRNNModel(SoftmaxRNNPreTrainedModel, LlamaModel):
                 bias=config.attention_bias,
                 layer_idx=index,
             )
+        self.set_attn_implementation()  # AutoModel.from_config may have asked for another
         self.post_init()
 
 
@@ -87,11 +90,13 @@ class SoftmaxRNNForCausalLM(SoftmaxRNNPreTrainedModel, LlamaForCausalLM):
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """As ``GenerationMixin.generate``, with :meth:`new_cache` where no cache is asked for."""
-        config = args[0] if args else kwargs.get("generation_config")
-        config = config or self.generation_config
+        given = inspect.signature(super().generate).bind(inputs, *args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        configs = (given.get("generation_config"), self.generation_config)
 
-        def setting(name: str) -> Any:
-            return kwargs[name] if name in kwargs else getattr(config, name, None)
+        def setting(name: str) -> Any:  # a configuration's None stands for the model's own
+            found = (given.get(name), *(getattr(config, name, None) for config in configs))
+            return next((value for value in found if value is not None), None)
 
         chosen = any(setting(name) not in (None, False) for name in _CHOOSE_A_CACHE)
         if setting("use_cache") is not False and not chosen:

@@ -42,7 +42,11 @@ class Attention(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        num_kv_heads = num_kv_heads or num_heads
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, not {size}.")
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"The {num_kv_heads} key/value heads must divide the {num_heads} query heads."

@@ -47,6 +47,8 @@ _PAPER: dict[str, Any] = {
 _SIZE_FIELDS = ("hidden_size", "intermediate_size", "num_layers", "num_heads")
 
 Fraction = Annotated[float, Field(strict=True, gt=0, lt=1)]
+# The first token of a block is not predicted.
+BlockSize = Annotated[int, Field(strict=True, ge=2, lt=2**53)]
 Decay = Annotated[float, Field(strict=True, ge=0, lt=1)]
 
 # Marks a setting on which no update depends, but for rounding: it may change on resuming.
@@ -140,7 +142,7 @@ class RunConfig:
     text_column: str = "text"
     tokenizer: str = "bytes"
     end_of_text: str | None = None
-    block_size: PositiveInt = 256
+    block_size: BlockSize = 256
     test_fraction: Fraction = 0.02
     split_seed: Seed = 123
     max_tokens: PositiveInt | None = None

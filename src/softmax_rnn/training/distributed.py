@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,15 @@ def leaving_its_group() -> Iterator[None]:
         if _in_a_group() and not joined_before and not communicating:
             _LEFT.append(distributed.group.WORLD)
             distributed.destroy_process_group()
+
+
+def require_a_group() -> None:
+    """Raise ``ValueError`` if the process group of an earlier run of this process was left."""
+    several = int(os.environ.get("WORLD_SIZE") or 1) > 1
+    if several and _LEFT and not _in_a_group():
+        raise ValueError(
+            "A process started by torchrun can train once: start another torchrun for the next run."
+        )
 
 
 def _in_a_group() -> bool:

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from softmax_rnn._utils.files import write_json
 from softmax_rnn._utils.integrity import seal
 from softmax_rnn._utils.progress import ProgressBar, notice
-from softmax_rnn.data import PreparedCorpus, Rows
+from softmax_rnn.data import CorpusError, PreparedCorpus, Rows
 from softmax_rnn.models import SoftmaxRNNForCausalLM
 from softmax_rnn.models.modeling import checkpoint_activations
 from softmax_rnn.training.checkpoint import (
@@ -156,7 +156,7 @@ class Loop:
         first = self.step * config.batch_size
         # The first token of a row is not predicted.
         tokens = self.train_rows.drawn_tokens(config.seed, first, first + config.batch_size)
-        predicted = tokens - config.batch_size
+        predicted = max(tokens - config.batch_size, 1)
         total = 0.0
         for part in range(config.accumulation):
             start = first + (part * processes + rank) * self.share
@@ -247,6 +247,8 @@ class Loop:
             losses[:, mine] = found[:, : len(mine)]
         losses = self.accelerator.reduce(losses, "sum")
         totals, counts = losses.cpu().numpy()
+        if not counts.any():
+            raise CorpusError("The test split has no token to predict: each row is one token long.")
         self.test_losses, self._tested_at = totals / np.maximum(counts, 1), self.step
         loss = float(np.average(self.test_losses, weights=counts))
         if not math.isfinite(loss):
@@ -276,12 +278,16 @@ class Loop:
             with together(accelerator):
                 self.corpus.check_unchanged()  # else this was learned from other text
                 written.mkdir(parents=True, exist_ok=True)
+            if self.sharded:
+                self.model.reshard()  # an evaluation leaves what is outside the layers gathered
             state = whole_weights(self.model) if self.sharded and weights else None
             with together(accelerator):
                 if accelerator.is_main_process:
                     self.tokenizer.save_pretrained(written)
                     if weights:
-                        self.model.save_pretrained(written, state_dict=state)
+                        self.model.save_pretrained(
+                            written, state_dict=state, max_shard_size="100TB"
+                        )
                     else:
                         self.model.config.save_pretrained(written)
             with together(accelerator):

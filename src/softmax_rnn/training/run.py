@@ -29,9 +29,9 @@ from softmax_rnn.data import (
     progress_bar,
 )
 from softmax_rnn.models import SoftmaxRNNConfig, SoftmaxRNNForCausalLM, initialize
-from softmax_rnn.training.checkpoint import newest_whole
+from softmax_rnn.training.checkpoint import newest_whole, read_progress
 from softmax_rnn.training.config import RunConfig
-from softmax_rnn.training.distributed import leaving_its_group, together
+from softmax_rnn.training.distributed import leaving_its_group, require_a_group, together
 from softmax_rnn.training.environment import environment, peak_memory
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.loop import Loop, NonFiniteError
@@ -137,8 +137,12 @@ def train(
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()  # one a checkpoint, over the run's own
         make_writable(folder.path)
+        require_a_group()
         accelerator = Accelerator(
-            cpu=not torch.cuda.is_available(), log_with=config.trackers or None, project_dir=path
+            cpu=not torch.cuda.is_available(),
+            mixed_precision="no",  # the loop's: else the environment could choose another
+            log_with=config.trackers or None,
+            project_dir=path,
         )
         tokenizer = load_tokenizer(config.tokenizer, end_of_text=config.end_of_text)
         loop = Loop(
@@ -212,6 +216,8 @@ def _make_ready(loop: Loop, resume: bool) -> Path | None:
     _check(folder, loop.config, resume)  # again: the folder is ours only now
     remove_leftovers(folder.path)
     found, skipped = newest_whole(folder.checkpoints)
+    if found is not None:
+        read_progress(found)  # refuses one of an earlier version before anything is changed
     for name, wrong in skipped.items():
         notice(f"{name} is left out: {wrong}. It is renamed {folder.rename_damaged(name)}.")
     session = environment()
