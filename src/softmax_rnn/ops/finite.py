@@ -53,8 +53,8 @@ def check_sums(
     if not finite and not hidden_nan and all(_finite(x) for x in (q, k, v)):
         raise OverflowError(
             f"The sums of power {spec.order} overflow {sums.numerator.dtype}: {_sizes((q, k, v))}, "
-            f"the score scale is {spec.score_scale(q.shape[-1]):.3g}. Use smaller inputs, a lower order "
-            "or float64."
+            f"the score scale is {spec.score_scale(q.shape[-1]):.3g}. Use smaller inputs, a lower "
+            "order or float64."
         )
 
 
@@ -73,9 +73,8 @@ def check_output(out: Tensor, dtype: torch.dtype, inputs: Inputs) -> None:
 
 def _sizes(inputs: Inputs) -> str:
     longest = (x.detach().double().norm(dim=-1).amax().item() for x in inputs)
-    return "the longest query has norm {:.3g}, the longest key {:.3g}, the longest value {:.3g}".format(
-        *longest
-    )
+    query, key, value = (f"{length:.3g}" for length in longest)
+    return f"the longest query has norm {query}, the longest key {key}, the longest value {value}"
 
 
 def _check_state(
@@ -118,7 +117,7 @@ def _out_of_range(sums: RowSums, spec: AttentionSpec, k: Tensor, v: Tensor) -> b
 
 
 def _vanishes(spec: AttentionSpec, longest: float, tiny: float) -> bool:
-    """Whether powers of small keys underflow, for a spec in which a factor of the scores cancels."""
+    """Whether powers of small keys underflow in a spec in which a factor of scores cancels."""
     return spec.scale_free and 0 < longest ** degrees(spec)[1] < tiny
 
 

@@ -2,8 +2,8 @@
 
 ``(q . k)^n = q^(x)n . k^(x)n`` (equations 7, 8, ``reference.kronecker_power``) has ``d^n`` terms. A
 Kronecker power contains each monomial of degree ``n`` several times: once per order of its factors.
-The ``C(d+n-1, n)`` distinct monomials give the same inner product, if each is weighted by its number
-of occurrences ``n! / alpha!``.
+The ``C(d+n-1, n)`` distinct monomials give the same inner product, if each is weighted by its
+number of occurrences ``n! / alpha!``.
 
 The monomials of degree ``n`` are ordered by their largest index. Those with the largest index ``j``
 are the monomials of degree ``n - 1`` in ``x_0 .. x_j``, times ``x_j``. The monomials in
@@ -29,7 +29,7 @@ from softmax_rnn.ops.variants import resolve
 
 
 def dimension(width: int, degree: int) -> int:
-    """Number of monomials of one degree in ``width`` variables: ``C(width + degree - 1, degree)``."""
+    """Number of monomials of degree ``degree``: ``C(width + degree - 1, degree)``."""
     return comb(width + degree - 1, degree)
 
 
@@ -81,8 +81,8 @@ class Gathers(NamedTuple):
 
     Attributes:
         levels: for each degree from 1 on, [2, rows]: the row of the previous degree, the factor.
-        raised: [d, lower], for each variable ``x_j`` and each monomial below the highest degree: the
-            row of their product.
+        raised: [d, lower], for each variable ``x_j`` and each monomial below the highest degree:
+            the row of their product.
         powers: [d, lower, 1], the power of ``x_j`` in that product.
     """
 
@@ -233,8 +233,8 @@ def _levels(width: int, degree: int) -> tuple[Indices, ...]:
 def _raised(width: int, degree: int) -> tuple[Indices, Indices]:
     """The row of ``m x_j`` and the power of ``x_j`` in it, for all ``m`` of lower degrees; [d, m].
 
-    Let ``i`` be the largest index of ``m = p x_i``. If ``i <= j``, the parent of ``m x_j`` is ``m``.
-    Otherwise its parent is ``p x_j``, and the factor is ``x_i``.
+    Let ``i`` be the largest index of ``m = p x_i``. If ``i <= j``, the parent of ``m x_j`` is
+    ``m``. Otherwise its parent is ``p x_j``, and the factor is ``x_i``.
     """
     place, power = np.arange(width)[None], np.ones((1, width), np.int64)
     rows, powers = [place[:0]], [power[:0]]

@@ -88,7 +88,8 @@ def attention(
         norm_bias: [E], shift of the ``layer`` norm; zeros if not given.
         form: ``auto``, or one of :func:`forms` (all agree up to rounding errors).
         state: the sums of a finite series over earlier keys (section 3.1). Every query sees these
-            keys as well. Gradients flow through the state. With a state, ``mask`` is per key: [B, 1, 1, S].
+            keys as well. Gradients flow through the state. With a state, ``mask`` is per key,
+            [B, 1, 1, S].
         return_state: whether to return the state after these keys as well.
 
     Returns:

@@ -1,8 +1,9 @@
 """The paper's equations in plain PyTorch. Start here: tests compare every form with them.
 
 Each equation is one function. All but ``attention`` are causal and for one head: row ``t`` of ``q``
-[T, d] sees the rows ``1..t`` of ``k`` [T, d] and ``v`` [T, e]; the result is [T, e]. As in the paper,
-the score is ``Q_t . K_s`` without the factor ``1 / sqrt(d)``; multiply ``q`` by it beforehand.
+[T, d] sees the rows ``1..t`` of ``k`` [T, d] and ``v`` [T, e]; the result is [T, e]. As in the
+paper, the score is ``Q_t . K_s`` without the factor ``1 / sqrt(d)``; multiply ``q`` by it
+beforehand.
 
 | here                      | in the paper                                                 |
 |---------------------------|--------------------------------------------------------------|

@@ -79,7 +79,8 @@ class AttentionSpec:
         floor: lower bound of the row sum (``sum`` and ``detached_sum`` only).
 
     Raises:
-        ValueError: for an invalid value; the message names the allowed values and the nearest match.
+        ValueError: for an invalid value; the message names the allowed values and the nearest
+            match.
     """
 
     feature_map: FeatureMap = "identity"

@@ -112,7 +112,8 @@ def require_memory(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None
     raise MemoryError(
         f"The state of order {order} takes {state:,} bytes ({heads} heads, key width {k.shape[3]}, "
         f"value width {v.shape[3]}), with working memory "
-        f"{_bytes_needed(spec, q, k, v):,} bytes; {_free_bytes(k.device):,} bytes are free; {advice}."
+        f"{_bytes_needed(spec, q, k, v):,} bytes; {_free_bytes(k.device):,} bytes are "
+        f"free; {advice}."
     )
 
 

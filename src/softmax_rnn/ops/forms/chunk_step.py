@@ -29,8 +29,8 @@ from softmax_rnn.ops.monomials import (
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec
 
-# Device types on which steps are compiled. On a GPU, the many kernel launches take most of the time.
-# On a CPU, a compiled step takes 0.5 to 1.9 times as long as an eager one.
+# Device types on which steps are compiled. On a GPU, the many kernel launches take most of the
+# time. On a CPU, a compiled step takes 0.5 to 1.9 times as long as an eager one.
 COMPILED = {"cuda"} if importlib.util.find_spec("triton") else set()
 BACKEND = "inductor"
 
@@ -142,8 +142,8 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of queries, keys, value channels and the state before the chunk.
 
-    ``queries`` is a pair: the queries and the gradient of their sums. ``dnew_state`` is the gradient
-    of the state after the chunk.
+    ``queries`` is a pair: the queries and the gradient of their sums. ``dnew_state`` is the
+    gradient of the state after the chunk.
     """
     reads = [] if queries is None or state is None else [queries[0]]
     adds = [] if keys is None or dnew_state is None else [keys[0]]
@@ -174,10 +174,10 @@ def backward(
 def _noise_bound(tables: Tables, q: Tensor, state: Tensor) -> Tensor:
     """The rounding error of a weight sum read from a state: [N, G * L] of queries [N, D, G * L].
 
-    Products of monomials can cancel, so that the sum of ``w(q . k)`` is small. The rounding error is
-    proportional to the size of these products. For each power, this size is at most ``|q|^n`` times
-    the norm of the state's monomials of that degree (Cauchy-Schwarz), for keys and queries of any
-    length.
+    Products of monomials can cancel, so that the sum of ``w(q . k)`` is small. The rounding error
+    is proportional to the size of these products. For each power, this size is at most ``|q|^n``
+    times the norm of the state's monomials of that degree (Cauchy-Schwarz), for keys and queries of
+    any length.
     """
     # Squares of high powers overflow float32, but MPS devices have no float64.
     wide = q.dtype if q.device.type == "mps" else torch.float64

@@ -3,9 +3,9 @@
 It computes section 3.1's recurrence (``reference.power_rnn``), one chunk of tokens at a time, with
 all powers stacked in one state. Time is linear in the length. The monomials of a chunk's keys times
 its values are added to the state. The monomials of a chunk's queries are multiplied by the state of
-all earlier keys; keys of the same chunk are weighted by their scores. The weight sum is an additional
-value channel of ones. The backward pass processes the chunks in reverse order and recomputes their
-monomials; it needs one stored state per chunk.
+all earlier keys; keys of the same chunk are weighted by their scores. The weight sum is an
+additional value channel of ones. The backward pass processes the chunks in reverse order and
+recomputes their monomials; it needs one stored state per chunk.
 
 Both passes are PyTorch operators: a compiled model calls them without a graph break, for any number
 of chunks. ``chunk_step`` computes one chunk.
@@ -140,7 +140,7 @@ class _Plan(NamedTuple):
         return k.shape[2] - q.shape[3] if self.causal else k.shape[2]
 
     def kept_states(self, q: Tensor, k: Tensor) -> int:
-        """Number of states that the backward pass needs: all that queries read, but the initial one."""
+        """Number of states for the backward pass: those that queries read, but the initial one."""
         if not self.differentiable:
             return 0
         read = -(-q.shape[3] // self.chunk) if self.causal else 1
@@ -283,7 +283,8 @@ class _Chunks:
         if self.compiled:  # always with a state, so that only one kind of step is compiled
             state = self.zero_state() if state is None else state.contiguous()
         self.state = state
-        # Two views of k and v: the keys before the first query, and those at the queries' positions.
+        # Two views of k and v: the keys before the first query, and those at the queries'
+        # positions.
         count = plan.earlier_keys(q, k)
         self.earlier, self.own = slice(count), slice(count, None)
         self.queries = self.split(q)
@@ -328,7 +329,7 @@ class _Chunks:
             columns.copy_(chunk.view(*columns.shape[:-1], -1)[..., : columns.shape[-1]])
 
     def sums(self, out: Tensor, last_state: Tensor, noise: Tensor, kept: list[Tensor]) -> None:
-        """Fill the sums, the state after all keys, the noise and the states for the backward pass."""
+        """Fill the sums, the state after all keys, the noise and the backward pass's states."""
         state, plan = self.state, self.plan
         buffers = itertools.chain(kept, (self.new_state() for _ in itertools.count()))
         for i, keys in enumerate(self.earlier_pairs, 1):

@@ -86,7 +86,8 @@ def fused(
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:
-    # The flash kernels ignore the stride within a row. SDPA would fall back to its quadratic kernel.
+    # The flash kernels assume contiguous rows and do not check it. SDPA would fall back to its
+    # quadratic kernel.
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

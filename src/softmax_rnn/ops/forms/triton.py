@@ -29,8 +29,8 @@ MAX_WIDTH = 256
 MAX_FLOAT64_COSINE = 128  # wider tiles exceed the shared memory of an A100
 MAX_ORDER = 64  # of a series, since Horner's rule is unrolled
 # Choices for the autotuner: rows of the resident tile and of the tiles it is multiplied with, warps
-# and pipeline stages. The key is the size of a row of factors in bytes (doubled without tensor cores). The
-# last choice of each key fits the shared memory of compute capabilities 8.0 and 9.0.
+# and pipeline stages. The key is the size of a row of factors in bytes (doubled without tensor
+# cores). The last choice of each key fits the shared memory of compute capabilities 8.0 and 9.0.
 _TILES = {
     128: [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)],
     256: [(128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)],

@@ -16,10 +16,11 @@ Scores, sums and ``phi`` are computed in float32 (float64 for float64 inputs). F
 to the dtype of the inputs. Factors of products with weights or gradients have this dtype too, but
 float32 instead of float16: sums that are not normalised exceed the range of float16.
 
-Pointers refer to queries [B, H, T, D], keys [B, Hkv, S, D], values and the numerator's gradient, and
-a mask [B, H, T, S] of bytes. Each has four strides (0 where a mask is broadcast). The sums and
-maxima are contiguous [B, H, T]. BY_QUERY is whether the mask differs between queries. LONG is whether
-the autotuner treats the sequence as long. EDGE selects the tiles that need a check of positions.
+Pointers refer to queries [B, H, T, D], keys [B, Hkv, S, D], values and the numerator's gradient,
+and a mask [B, H, T, S] of bytes. Each has four strides (0 where a mask is broadcast). The sums and
+maxima are contiguous [B, H, T]. BY_QUERY is whether the mask differs between queries. LONG is
+whether the autotuner treats the sequence as long. EDGE selects the tiles that need a check of
+positions.
 """
 
 from __future__ import annotations
@@ -176,8 +177,8 @@ def _weights_and_slopes(
 def _own_tile(length, heads, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):
     """The first row of a program's tile, its index over batch and heads, its batch, its head.
 
-    Programs with the most work start first: the last queries see the most keys, and the most queries
-    see the first keys.
+    Programs with the most work start first: the last queries see the most keys, and the most
+    queries see the first keys.
     """
     tiles = tl.cdiv(length, BLOCK)
     tile = tl.program_id(0) % tiles
