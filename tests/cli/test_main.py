@@ -108,7 +108,7 @@ def test_prepare_stopped_before_its_first_shard_is_prepared_anew(
     }[command]
     monkeypatch.setattr(preparation, "encode_all", lambda *_: signal.raise_signal(15))
     assert main(words) == 75
-    told = "nothing was kept of the corpus: rerun the same command to prepare it anew\n"
+    told = "no part of the corpus was kept: rerun the same command to prepare it anew\n"
     assert capsys.readouterr().err.endswith(f"Stopped by SIGTERM; {told}")
 
 

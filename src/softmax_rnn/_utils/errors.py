@@ -54,7 +54,7 @@ def shown(value: Any) -> str:
 
 
 def missing_extra(extra: str, needed_for: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """The error for a package that only an optional dependency group (an extra) brings."""
+    """The error for a package that only an optional dependency group (an extra) installs."""
     return ModuleNotFoundError(
         f"{needed_for} needs the package {error.name!r}: pip install 'softmax-rnn[{extra}]'.",
         name=error.name,

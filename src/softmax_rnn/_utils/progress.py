@@ -16,16 +16,16 @@ from rich.progress import (
 )
 
 console = Console(stderr=True)
-_SECONDS_BETWEEN_LINES = 60.0  # where no terminal shows a bar; in two days a log grows
+_SECONDS_BETWEEN_LINES = 60.0  # without a terminal; keeps the log of a long run short
 
 
 def notice(message: str) -> None:
-    """Print a message on lines of its own, above the progress bar."""
+    """Print a message on its own lines, above the progress bar."""
     console.print(message, soft_wrap=True, markup=False, highlight=False)
 
 
 class ProgressBar:
-    """A bar with the time left; without a terminal, a line a minute.
+    """A bar with the time left; without a terminal, one line per minute.
 
     Args:
         label: what is being done.

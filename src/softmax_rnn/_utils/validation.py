@@ -1,4 +1,4 @@
-"""Validation of plain data against types, by pydantic, with messages of our own."""
+"""Validation of plain data against types, by pydantic, with our own messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def validated(kind: Any, data: Any, where: object = "") -> Any:
     """``data`` as an instance of ``kind``.
 
     Args:
-        kind: a type: a ``TypedDict`` or dataclass whose fields are those above, a list of them...
+        kind: a type: a ``TypedDict`` or dataclass with fields of the types above, a list of them...
         data: plain data.
         where: its origin (a file, say), for the error.
 

@@ -31,7 +31,7 @@ def load_tokenizer(
     """``bytes``, or a fast Hugging Face tokenizer by its name on the Hub or its local path.
 
     Args:
-        name: of the tokenizer.
+        name: the tokenizer's name or path.
         end_of_text: token of its vocabulary that ends each document; by default its own.
         local: whether to use local files only.
 

@@ -41,11 +41,11 @@ class LlamaAttention(Attention):
             attention_mask: ``None`` for causal attention to all keys (those of the cache
                 included), [B, 1, 1, S] for causal attention to some of them, else the whole mask
                 [B, 1, T, S]: boolean, or additive with 0 = visible.
-            past_key_values: a key/value cache to extend, or a :class:`RecurrentCache`, whose mask
-                is one of the new keys alone.
+            past_key_values: a key/value cache to extend, or a :class:`RecurrentCache`, for which
+                the mask covers only the new keys.
 
         Returns:
-            The output [B, T, hidden_size], and ``None`` where others return weights.
+            The output [B, T, hidden_size], and ``None`` instead of attention weights.
         """
         q, k, v = self.project(hidden_states, position_embeddings)
         mask = _visible(attention_mask)
