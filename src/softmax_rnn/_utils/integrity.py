@@ -1,4 +1,4 @@
-"""Damaged files: found by SHA-256 hashes that are stored beside the data."""
+"""Detection of damaged files, by SHA-256 hashes that are stored with the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress bars, and messages above them. All of it goes to standard error."""
+"""Progress bars, and messages above them. Both are written to standard error."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ProgressBar:
         self._progress.stop()
 
     def update(self, completed: float, text: str = "", total: float | None = None) -> None:
-        """Move the bar to ``completed``, with ``text`` beside it."""
+        """Move the bar to ``completed``, with ``text`` next to it."""
         fields: dict[str, Any] = {} if total is None else {"total": total}
         self._progress.update(self._task, completed=completed, text=text, **fields)
         now = time.monotonic()

@@ -52,6 +52,6 @@ def validated(kind: Any, data: Any, where: object = "") -> Any:
         raise ValueError(f"{prefix}{unknown(place, first['input'], allowed)}")
     if first["type"] == "extra_forbidden":
         raise ValueError(f"{prefix}{place} is not a known field.")
-    # Such as "Input should be ...", "List should have at least 1 item after validation, not 0".
+    # For example "Input should be ...", "List should have at least 1 item after validation, not 0".
     required = re.sub(r"^\w+ should ", "must ", first["msg"]).partition(" after validation")[0]
     raise ValueError(f"{prefix}{place or 'it'} {required}, not {shown(first['input'])}.")

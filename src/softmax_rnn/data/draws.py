@@ -41,8 +41,8 @@ def held_out(seed: int, fraction: float, documents: NDArray[np.int64]) -> NDArra
 def scattered(seed: int, epoch: int, place: int, count: int) -> int:
     """The value at ``place`` of a permutation of ``range(count)`` that is never stored.
 
-    A Feistel network permutes the smallest power of 4 that is at least ``count``; it is applied
-    again while the value is too large.
+    A Feistel network permutes the numbers below the smallest power of 4 that is at least ``count``.
+    It is applied again while the value is too large.
     """
     half = (max(count - 1, 1).bit_length() + 1) // 2
     low = (1 << half) - 1

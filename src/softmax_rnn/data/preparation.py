@@ -117,7 +117,7 @@ class Preparation:
         """Write a split, and hold out some of its documents."""
         passages: Iterable[Passage] | None = None
         if all(record["phase"] == "all" for record in self.journal.records):
-            self.journal.records.clear()  # a small corpus is written at once
+            self.journal.records.clear()  # a small corpus is written in one segment
             coming, characters = self.source.read(split, None), 0
             beginning: list[Passage] = []
             for passage in coming:
@@ -136,7 +136,7 @@ class Preparation:
         self._stream(step, split, lambda numbers: held_out(seed, share, numbers), passages)
 
     def _write_small(self, passages: list[Passage]) -> None:
-        """Tokenise all documents whole, then hold out some of them."""
+        """Tokenise all documents, then hold out some of them."""
         total = sum(len(passage.text) for passage in passages)
         characters, tokens, encoded = 0, 0, []
         work = chunks(Passage(text, True) for text in documents(passages))

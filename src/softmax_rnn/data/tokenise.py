@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from softmax_rnn.data.readers import Passage
 
-_CHARACTERS, _PASSAGES = 2**20, 4096  # a chunk ends at whichever is reached first
+_CHARACTERS, _PASSAGES = 2**20, 4096  # limits of a chunk
 _AHEAD = 4  # chunks read ahead for each thread
-BATCH = 8  # passages in one call: larger batches leave a core's cache and are slower
+BATCH = 8  # passages per call; larger batches exceed a core's cache and are slower
 
 Encoded = tuple[NDArray[Any], NDArray[np.int64]]  # tokens, and their number in each passage
 
@@ -52,7 +52,7 @@ class Encoder:
 
 
 def chunks(passages: Iterable[Passage]) -> Iterator[list[Passage]]:
-    """Passages in lists, each enough work for a thread."""
+    """Lists of passages; each list is enough work for a thread."""
     chunk: list[Passage] = []
     characters = 0
     for passage in passages:

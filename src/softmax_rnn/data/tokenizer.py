@@ -64,7 +64,7 @@ def _pretrained(name: str, local: bool) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=False, local_files_only=local
         )
-    except Exception as error:  # transformers passes on the errors of its parsers
+    except Exception as error:  # transformers also raises the errors of its parsers
         raise ValueError(
             f"Cannot load the tokenizer {name!r}: give 'bytes', a local folder or a name on the "
             f"Hugging Face Hub. ({error})"

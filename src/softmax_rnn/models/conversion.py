@@ -46,7 +46,7 @@ def from_llama(llama: PreTrainedModel, attention: Any = "softmax") -> SoftmaxRNN
             raise ValueError(
                 f"from_llama: {key} of the source must be {words}, not {shown(value)}."
             )
-    # The reader of GGUF files leaves a quantization_config beside weights in floating point.
+    # After reading a GGUF file there is a quantization_config, but weights are in floating point.
     for key in ("architectures", "transformers_version", "quantization_config"):
         fields.pop(key, None)
     weights = llama.state_dict()

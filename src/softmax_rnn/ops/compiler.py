@@ -1,4 +1,4 @@
-"""Marks for ``torch.compile`` that do not import the compiler, which is slow to import."""
+"""Decorators for ``torch.compile`` that do not import the compiler: its import is slow."""
 
 from __future__ import annotations
 

@@ -26,9 +26,8 @@ def row_sum(sums: RowSums, spec: AttentionSpec, v: Tensor) -> tuple[Tensor, Tens
     if rule.offset or rule.floor:
         unit = torch.ones_like(total)
         if scale is not None:
-            if (
-                spec.norm != "none"
-            ):  # a norm enlarges values that are small relative to offset or floor
+            # A norm enlarges values that are small relative to offset or floor.
+            if spec.norm != "none":
                 remaining = scale.clamp(max=0.0)
                 total, scale = total * remaining.exp(), scale - remaining
             unit = (-scale).exp()
@@ -40,11 +39,11 @@ def row_sum(sums: RowSums, spec: AttentionSpec, v: Tensor) -> tuple[Tensor, Tens
         if sums.noise is None and v.numel():
             largest = v.detach().abs().amax((2, 3)).to(total.dtype)  # largest value per head
             largest = largest.repeat_interleave(total.shape[1] // v.shape[1], dim=1).unsqueeze(-1)
-            least = SUM_GUARD * sums.numerator.detach().abs().amax(-1) / largest
-            least = least if remaining is None else least * remaining.exp()
+            minimum = SUM_GUARD * sums.numerator.detach().abs().amax(-1) / largest
+            minimum = minimum if remaining is None else minimum * remaining.exp()
         else:  # the values summed in a state are unknown
-            least = torch.finfo(size.dtype).eps * size
-        total = torch.where(total.abs() < least, least * _sign(total), total)
+            minimum = torch.finfo(size.dtype).eps * size
+        total = torch.where(total.abs() < minimum, minimum * _sign(total), total)
     empty = sums.weight_sum == 0  # no visible key, or all weights zero: 0 / 1
     return total.masked_fill(empty & (total == 0), 1.0), remaining
 
@@ -58,9 +57,9 @@ def _without_noise(sums: RowSums, spec: AttentionSpec) -> Tensor:
     assert total is not None
     if noise is None:
         return total
-    least = noise if spec.sign_definite else noise * _sign(total)
+    minimum = noise if spec.sign_definite else noise * _sign(total)
     lost = total < noise if spec.sign_definite else total.abs() < noise
-    return torch.where(lost & (noise > 0), least, total)
+    return torch.where(lost & (noise > 0), minimum, total)
 
 
 def _sign(x: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def check_sums(
 
 
 def check_output(out: Tensor, dtype: torch.dtype, inputs: Inputs) -> None:
-    """Raise ``OverflowError`` if the outputs of finite inputs are beyond the range of ``dtype``."""
+    """Raise ``OverflowError`` if outputs of finite inputs exceed the range of ``dtype``."""
     if no_data(out) or not out.numel():
         return
     largest = out.detach().abs().amax().item()

@@ -85,9 +85,8 @@ class _Unit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_length: Tensor, _: None) -> Tensor:
-        x, length, largest = (
-            ctx.saved_tensors
-        )  # once: activation checkpointing allows only one access
+        # Accessed once: activation checkpointing allows no second access.
+        x, length, largest = ctx.saved_tensors
         return _perpendicular(x, length, largest, grad, -grad_length * length)[0]
 
     @staticmethod

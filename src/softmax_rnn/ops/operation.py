@@ -203,14 +203,13 @@ def _scaled_for_powers(
             longest = lengths.amax(-1, keepdim=True)
         longest = longest.repeat_interleave(q.shape[1] // k.shape[1], 1)
         longest = longest + math.log2(abs(spec.score_scale(q.shape[-1])))
-        longest = longest.masked_fill(
-            longest == -torch.inf, 0.0
-        )  # all scores are zero: any factor works
+        # If all scores are zero, any factor works.
+        longest = longest.masked_fill(longest == -torch.inf, 0.0)
         exponent = exponent + longest.clamp(-_HEADROOM, _HEADROOM) - _HEADROOM / order
     exponent = exponent.round().masked_fill(~exponent.isfinite(), 0.0)
     if q.dtype == torch.float16:  # float16 has a small range
         q = q.to(dtype)
-    half = (exponent / 2).round()  # the whole factor may overflow float32
+    half = (exponent / 2).round()  # the full factor may overflow float32
     for part in (half, exponent - half):
         q = q * (-part).exp2().unsqueeze(-1).to(q.dtype)
     return q, order * math.log(2) * exponent

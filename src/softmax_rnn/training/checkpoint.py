@@ -172,7 +172,7 @@ def model_folder(path: Path) -> Path:
         except CheckpointError:
             if any(checkpoint.exists() for checkpoint in checkpoints):
                 raise
-            continue  # the run replaced them meanwhile
+            continue  # the run has replaced them: look again
         for name, wrong in left_out.items():
             notice(f"{name} is left out: {wrong}.")
         assert found is not None

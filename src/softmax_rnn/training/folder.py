@@ -228,8 +228,8 @@ class RunFolder:
             _discard(new)
         written.rename(new)
         sync(self.path)
-        upto = [path for path in self.checkpoints if step_of(path) <= step_of(new)]
-        for old in upto[:-keep]:
+        candidates = [path for path in self.checkpoints if step_of(path) <= step_of(new)]
+        for old in candidates[:-keep]:
             _discard(old)
 
     def rename_damaged(self, name: str) -> str:

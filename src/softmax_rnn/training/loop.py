@@ -173,7 +173,7 @@ class Loop:
                         ).loss
                     (loss * processes).backward()  # gradients are means over the processes
                 except OverflowError as error:
-                    if processes > 1:  # the others wait for its gradients
+                    if processes > 1:  # the other processes wait for its gradients
                         raise
                     self._overflow = f": {error}"
                     return math.nan
@@ -331,7 +331,7 @@ class Loop:
     def _stop(self, code: int) -> None:
         if self._saved_at != self.step:
             self.save()
-        code = foremost((code, self.stop.code))  # another may have arrived meanwhile
+        code = foremost((code, self.stop.code))  # another signal may have arrived since
         raise RunStopped(code, f"after step {self.step}, saved in checkpoint-{self.step}")
 
     def _batch(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -87,7 +87,7 @@ class StopRequest:
         if not (self.ends_process and isinstance(error, RunStopped)):
             for number, handler in self._before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if isinstance(error, RunStopped):  # another signal may have arrived meanwhile
+        if isinstance(error, RunStopped):  # another signal may have arrived since
             error.code = foremost((error.code, self.code))
 
     def defer(self) -> None:

@@ -63,7 +63,7 @@ def _store(base, rows, strides, length, tile, WIDTH: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _length(x):
-    """The divisors of the cosine map [rows, 1], at least a minimum, and which lengths are less."""
+    """The divisors of the cosine map [rows, 1], at least a minimum; and which are raised to it."""
     length = tl.sqrt(tl.sum(x * x, 1))[:, None]
     short = length < _MIN_LENGTH
     return tl.where(short, _MIN_LENGTH, length), short
