@@ -59,7 +59,7 @@ FORMS: dict[str, Form] = {
     "triton": Form(triton.triton, triton.supports, refuses=triton.refuses, maps=True),
     "blocked": Form(blocked),
     "chunked": Form(chunked, _has_state, stateful=True),
-    # The plain recurrence, one token per chunk.
+    # The plain recurrence, one token at a time: a query reads the state, then its key is added.
     "recurrent": Form(functools.partial(chunked, chunk=1), _has_state, stateful=True),
     "dense": Form(dense),
 }

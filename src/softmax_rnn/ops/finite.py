@@ -31,7 +31,8 @@ def check_sums(
     state; ``features`` are the keys as a state stores them.
 
     Raises:
-        OverflowError: the message gives the size of the inputs, or the key that overflows a state.
+        OverflowError: if sums or a state overflow; the message gives the size of the inputs, or
+            the key that overflows the state.
         FloatingPointError: for NaN or infinity in a state or in the tokens added to it (the message
             gives the index of the token, counted from the start of the state), or if powers of
             small keys underflow in a state.

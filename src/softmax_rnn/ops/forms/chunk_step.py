@@ -114,7 +114,7 @@ def forward(
         k, v = keys
         sums = v @ _hide_future(tables, tables.series(k.mT @ q))
     if q is not None and state is not None:
-        if len(tables.future) == 1:  # of one token: smaller than the state
+        if len(tables.future) == 1:  # one token: features are smaller than the state
             sums = _plus(sums, state, tables.weights.unsqueeze(-1) * features[0])
         else:
             sums = _plus(sums, tables.weights * state, features[0])

@@ -14,7 +14,7 @@ _ADVICE = "this form supports only first derivatives in reverse mode; form='dens
 
 
 def first_order(*inputs: *Tensors) -> tuple[*Tensors]:
-    """Return the tensors unchanged; only first derivatives in reverse mode may pass through them.
+    """Return the tensors unchanged, but allow only first derivatives in reverse mode.
 
     Otherwise PyTorch silently drops second derivatives if the gradient of an output is a constant
     (``torch.autograd.grad(out.sum(), q, create_graph=True)``), and drops the tangents of a custom

@@ -20,7 +20,7 @@ Pointers refer to queries [B, H, T, D], keys [B, Hkv, S, D], values and the nume
 and a mask [B, H, T, S] of bytes. Each has four strides (0 where a mask is broadcast). The sums and
 maxima are contiguous [B, H, T]. BY_QUERY is whether the mask differs between queries. LONG is
 whether the autotuner treats the sequence as long. EDGE selects the tiles that need a check of
-positions.
+positions or mask.
 """
 
 from __future__ import annotations
