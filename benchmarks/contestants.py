@@ -1,4 +1,4 @@
-"""Who takes part in the benchmark of the op: our forms, SDPA, the N x N way, installed peers."""
+"""What the benchmark of the op compares: our forms, SDPA, N x N weights, installed peers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import softmax_rnn as sr
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# Of ours, the form unless the dispatch chooses.
+# Our variants with the form to use.
 VARIANTS = {"softmax": "auto", "norm": "auto", "gate": "auto", "taylor:10": "auto"}
 VARIANTS |= {"linear_elu": "auto"}
 GPU_VARIANTS = {**VARIANTS, "power:2": "chunked"}
@@ -28,7 +28,7 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-# Peers with the distributions they come in; `retention` is power-attention's later name.
+# Peers with the names of their distributions; power-attention was later renamed `retention`.
 PEERS = {
     "flash-linear-attention": ("flash-linear-attention", "fla-core"),
     "power-attention": ("retention", "power-attention"),
@@ -39,16 +39,16 @@ CHUNKS = (128, 512, 1024)
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way to compute a variant.
+    """An implementation of a variant.
 
     Attributes:
-        name: of its rows.
-        variant: what it computes, and is checked against.
+        name: its name in the results.
+        variant: the variant that it computes and is checked against.
         attend: the function of q, k, v and a gate per query.
-        ours: whether a wrong result ends the benchmark (a peer's is noted, and not timed).
+        ours: whether a wrong result ends the benchmark (a wrong peer is listed and not timed).
         heads_first: whether it takes [B, H, T, D]; else [B, T, H, D].
-        materialises: whether it makes T x T weights.
-        form: of ours, the form asked for.
+        materialises: whether it computes all T x T weights.
+        form: the requested form, for our implementations.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Contestant:
 
 
 def contestants(device: str) -> list[Contestant]:
-    """All that can run on the device and are installed; plain SDPA is the first."""
+    """All that are installed and can run on the device; plain SDPA is first."""
     found = [Contestant("sdpa", "softmax", _sdpa(None), ours=False)]
     if device == "cuda":
         for name, backend in BACKENDS.items():
@@ -109,11 +109,9 @@ def _ours(name: str, form: str) -> Attend:
 
 
 def _materialised(name: str) -> Attend:
-    """The paper's way: all N x N weights, recomputed in the backward pass (checkpointed).
+    """The paper's method: all N x N weights, recomputed in the backward pass (checkpointed)."""
 
-    Products in the dtype of the inputs and weights in float32, as under autocast.
-    """
-
+    # Products are in the inputs' dtype and weights in float32, as under autocast.
     def attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
         scores = (q @ k.mT).float() / q.shape[-1] ** 0.5
         if name == "norm":
@@ -126,7 +124,7 @@ def _materialised(name: str) -> Attend:
 
 
 def _peers() -> Iterator[Contestant]:
-    """Those that are installed; they take [B, T, H, D] and choose their own kernels."""
+    """The installed peers; they take [B, T, H, D] and choose their own kernels."""
     if find_spec("fla"):
         chunk = import_module("fla.ops.linear_attn").chunk_linear_attn
 

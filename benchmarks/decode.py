@@ -1,12 +1,12 @@
-"""Decoding, a token after a token: key/value caches against states; Hugging Face's Llama.
+"""Decoding token by token: key/value caches, states, and Hugging Face's Llama.
 
     python -m benchmarks.decode                  # CPU: the demo preset, float32
     python -m benchmarks.decode --device cuda    # the small preset (275 M), bfloat16
 
-All models have the same (random) weights. Before a time is taken, each must choose the same greedy
-tokens with its cache as without, and softmax the same as Llama. Then a prompt is read, and every
-round decodes some tokens after it: the likeliest token of a forward pass is the next one's input,
-without the rest of `generate()`. Ratios are to Llama with SDPA.
+All models have the same (random) weights. Before anything is timed, each model must choose the
+same greedy tokens with its cache as without, and softmax the same tokens as Llama. Then a prompt is
+read, and every round decodes some tokens after it. The likeliest token of a forward pass is the
+next input; the rest of `generate()` is not used. Ratios are relative to Llama with SDPA.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from softmax_rnn.models.cache import RecurrentCache
 
 VARIANTS = ["softmax", "taylor:2", "linear_elu"]
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
-CHECKED = (96, 24)  # tokens of the prompt, and decoded
+CHECKED = (96, 24)  # numbers of prompt tokens and decoded tokens in the check
 
 
 def new_cache(model: Any) -> Cache:
-    """States for a finite series, keys and values for the rest."""
+    """A recurrent cache for a finite series, else a key/value cache."""
     spec = getattr(model.config, "spec", None)
     if spec is None or not spec.has_state:
         return DynamicCache(config=model.config)
@@ -40,7 +40,7 @@ def new_cache(model: Any) -> Cache:
 
 
 def cache_bytes(cache: Any) -> int:
-    """What a cache holds."""
+    """The size of a cache."""
     if isinstance(cache, RecurrentCache):
         return cache.nbytes
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
@@ -49,8 +49,8 @@ def cache_bytes(cache: Any) -> int:
 class Decoder:
     """A model that has read a prompt; a call decodes some tokens after it.
 
-    A key/value cache is cut back to the prompt afterwards, so that every call meets the same
-    length. A state is not: its size and its cost stay the same.
+    Afterwards a key/value cache is cropped to the prompt, so that every call starts at the same
+    length. A state is not, since its size and cost are constant.
     """
 
     def __init__(self, model: Any, prompt: Tensor, new_tokens: int) -> None:
@@ -77,7 +77,7 @@ class Decoder:
 
 
 def uncached(model: Any, ids: Tensor, new_tokens: int) -> Tensor:
-    """The same tokens by reading everything anew for each."""
+    """The same tokens, computed without a cache."""
     prompted = ids.shape[1]
     for _ in range(new_tokens + 1):
         logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
@@ -86,14 +86,14 @@ def uncached(model: Any, ids: Tensor, new_tokens: int) -> Tensor:
 
 
 def check(made: dict[str, Any], prompt: Tensor, new_tokens: int) -> None:
-    """End if a cache changes a token, or softmax differs from Llama."""
+    """Exit if a cache changes a token, or if softmax differs from Llama."""
     found = {name: Decoder(model, prompt, new_tokens)() for name, model in made.items()}
     expected = {name: uncached(model, prompt, new_tokens) for name, model in made.items()}
     wrong = [name for name in made if not torch.equal(found[name], expected[name])]
     if wrong:
-        raise SystemExit(f"Not timed: other tokens with a cache than without: {wrong}.")
+        raise SystemExit(f"Not timed: tokens with and without a cache differ: {wrong}.")
     if not torch.equal(found["softmax"], found["llama"]):
-        raise SystemExit("Not timed: softmax chooses other tokens than Llama.")
+        raise SystemExit("Not timed: softmax and Llama choose different tokens.")
 
 
 def cell(
@@ -112,7 +112,7 @@ def cell(
     found = measure.measured(decoders, times, "llama", device)
     rows = []
     for name, decoder in decoders.items():
-        # Weights but for the embedding (a row of it), and the cache; a state is written as well.
+        # Bytes moved: the weights without the embedding, and the cache; a state is also written.
         embedding = made[name].get_input_embeddings().weight
         weights = sum(x.nbytes for x in made[name].parameters()) - embedding.nbytes
         recurrent = isinstance(decoder.cache, RecurrentCache)
@@ -180,8 +180,8 @@ def show(result: dict[str, Any], console: Console) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     options = measure.parser(__doc__, rounds=15, patience=30.0)
     options.add_argument("--preset", choices=list(VOCABULARY))
-    options.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of the prompt")
-    options.add_argument("--new-tokens", type=int, default=32, help="decoded in a round")
+    options.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of prompts")
+    options.add_argument("--new-tokens", type=int, default=32, help="tokens decoded in a round")
     options.add_argument("--batch", type=int, default=1)
     arguments = measure.parsed(options, argv)
     arguments.preset = arguments.preset or PRESET[arguments.device]

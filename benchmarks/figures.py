@@ -1,4 +1,4 @@
-"""Figures of what was measured: time, memory and speed against the length."""
+"""Figures of the benchmarks: time, memory and speed against the length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from softmax_rnn.report.style import LOOK, style
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
 
-# Those of no variant's own style: colour, dashes, marker. The grey ones lie under the others.
+# Styles of rows that are not variants: colour, dashes, marker. Grey lines are below the others.
 _GREY, _PURPLE, _ORANGE, _SKY = "#8c8c8c", "#CC79A7", "#E69F00", "#56B4E9"
 _LOOKS = {
     "sdpa": (_GREY, "-", ""),
@@ -79,7 +79,7 @@ def _draw(
     with mpl.rc_context(LOOK):
         figure = Figure(figsize=(9.0, 3.8 * rows), layout="constrained")
         axes = figure.subplots(rows, columns, sharex=True, squeeze=False)
-        # Column by column: of two widths time stands on the left and memory on the right.
+        # Column by column: with two widths, time is on the left and memory on the right.
         for ax, (title, ylabel, value, where) in zip(axes.T.flat, panels, strict=True):
             here = [row for row in result["rows"] if field is None or row[field] == where]
             _panel(ax, here, value)
@@ -127,7 +127,7 @@ def _panel(ax: Axes, rows: Sequence[Row], value: Callable[[Row], float]) -> None
 
 
 def _look(name: str) -> tuple[str, str, str]:
-    """Colour, dashes and marker: of the N x N way the variant's colour, dotted."""
+    """Colour, dashes and marker; N x N weights have the variant's colour, dotted."""
     if name in _LOOKS:
         return _LOOKS[name]
     for prefix in ("sdpa ", "power-attention "):

@@ -1,8 +1,9 @@
-"""Kill one run at random moments, again and again: it must end as if nothing had happened.
+"""Kill a run at random moments, many times: its result must equal that of an uninterrupted run.
 
     python -m benchmarks.kills --kills 50 --steps 150
 
-A third of the kills each fall while a session starts, while it trains, and while it saves.
+One third of the kills happen while the run starts, one third while it trains, and one third while
+it saves a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from softmax_rnn.cli.main import main as command_line
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.folder import RunFolder
 
-# Files of a checkpoint that hold speeds, or whether the run was stopped before its evaluation.
+# Files of a checkpoint that may differ: they contain speeds, or depend on where the run stopped.
 _OTHERWISE = {"metrics.jsonl", "evaluations.jsonl"}
 _POLL = 0.001  # seconds
 
@@ -44,13 +45,13 @@ def start(
     before: Callable[[], Callable[[], object] | None] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> BaseProcess:
-    """The command line in a process of its own, which has imported everything already.
+    """Start the command line in a new process, in which everything is already imported.
 
     Args:
-        words: as in a shell.
-        log: file that takes what the process prints.
-        before: called there first; what it returns is called when the command has ended.
-        environment: variables besides those of this process.
+        words: the arguments, as in a shell.
+        log: file for the output of the process.
+        before: called in the process first; if it returns a function, that is called at the end.
+        environment: variables in addition to those of this process.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["softmax_rnn.cli.parser", "softmax_rnn.training.run"])
@@ -72,7 +73,7 @@ def _work(
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     torch.set_num_threads(1)
-    gc.freeze()  # a collection need not look at what was imported
+    gc.freeze()  # exclude the imported objects from garbage collection
     after = before() if before else None
     code = command_line(words)
     if after:
@@ -81,7 +82,7 @@ def _work(
 
 
 def training(config: RunConfig, folder: RunFolder) -> BaseProcess:
-    """A session of a run, which resumes the one before."""
+    """Start or resume a run in a new process."""
     root = folder.path.parent
     file = root / f"{folder.path.name}.yaml"
     config.save(file)
@@ -90,10 +91,10 @@ def training(config: RunConfig, folder: RunFolder) -> BaseProcess:
 
 
 def killed(config: RunConfig, folder: RunFolder, kills: int, seed: int) -> Counter[str]:
-    """Run, with so many kills on the way, to the end.
+    """Run to the end with this many kills.
 
     Returns:
-        How many kills fell where.
+        The number of kills of each kind.
 
     Raises:
         RuntimeError: if a session fails, or the run ends before the last kill.
@@ -129,7 +130,7 @@ def killed(config: RunConfig, folder: RunFolder, kills: int, seed: int) -> Count
 
 
 def _rows_written(folder: RunFolder) -> Callable[[], bool]:
-    """Whether this session has trained: rows came, or went and came."""
+    """Whether the new process has written metrics of its own."""
     file = folder.metrics_file
     before = file.stat().st_mtime_ns if file.exists() else 0
     rewound = False
@@ -138,7 +139,7 @@ def _rows_written(folder: RunFolder) -> Callable[[], bool]:
         nonlocal before, rewound
         now = file.stat().st_mtime_ns if file.exists() else 0
         written, before = now != before, now
-        if written and not rewound:  # by the start of the session
+        if written and not rewound:  # the first write is the removal of rows after the checkpoint
             rewound, written = True, False
         return written
 
@@ -146,21 +147,21 @@ def _rows_written(folder: RunFolder) -> Callable[[], bool]:
 
 
 def _saving(folder: RunFolder, left: set[int]) -> Callable[[], bool]:
-    """Whether this session has begun a checkpoint."""
+    """Whether the new process has begun to write a checkpoint."""
     return lambda: bool(_parts(folder) - left)
 
 
 def _parts(folder: RunFolder) -> set[int]:
-    """Checkpoints that are being written, or never were to the end: when each was touched last."""
+    """The change times of incomplete checkpoints."""
     found = set()
     for path in folder.path.glob(".checkpoint-*"):
-        with contextlib.suppress(FileNotFoundError):  # it has got its name
+        with contextlib.suppress(FileNotFoundError):  # complete: it was just renamed
             found.add(path.stat().st_ctime_ns)
     return found
 
 
 def difference(one: RunFolder, other: RunFolder) -> str:
-    """In what two finished runs differ, but for their speeds; empty if in nothing."""
+    """How two finished runs differ, except for speeds; empty if they are equal."""
     found = []
     for name in ("metrics", "evaluations"):
         a, b = (
@@ -190,7 +191,7 @@ def difference(one: RunFolder, other: RunFolder) -> str:
 
 
 def _same_tensors(*files: Path) -> bool:
-    """Whether two safetensors files hold the same; the order of their metadata is random."""
+    """Whether two safetensors files have equal tensors; the order of their metadata is random."""
     if any(file.suffix != ".safetensors" or not file.exists() for file in files):
         return False
     a, b = map(load_file, files)
@@ -198,11 +199,11 @@ def _same_tensors(*files: Path) -> bool:
 
 
 def main() -> int:
-    """Measure and print; 1 if the run did not survive."""
+    """Run the benchmark and print the result; returns 1 if the runs differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=150, help="of the run")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--steps", type=int, default=150, help="training steps of the run")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the kills")
     parser.add_argument("--attention", default="norm", help="a variant")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     given = parser.parse_args()

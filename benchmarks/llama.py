@@ -1,4 +1,4 @@
-"""Models of equal weights: Hugging Face's Llama, and ours with several attentions."""
+"""Models with the same weights: Hugging Face's Llama, and ours with several attentions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from softmax_rnn.models import from_llama, initialize
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.run import model_config
 
-# Rows of the embedding: bytes and an end, and Llama 2's. No tokenizer is loaded.
+# Rows of the embedding: bytes and an end-of-text token; Llama 2's. No tokenizer is loaded.
 VOCABULARY = {"demo": 257, "small": 32_000}
 PRESET = {"cpu": "demo", "cuda": "small"}
-# Names of the contestants that are Hugging Face's; the second is the N x N way.
+# Hugging Face's contestants and their attention; "eager" computes N x N weights.
 LLAMA = {"llama": "sdpa", "llama materialised": "eager"}
 
 

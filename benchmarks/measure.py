@@ -1,4 +1,4 @@
-"""How everything here is measured: interleaved rounds, ratios, peak memory, the ceiling."""
+"""Shared measurement code: interleaved rounds, ratios, peak memory, the machine's ceiling."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from softmax_rnn.training.matmul import widest_float32_products
 Work = Callable[[], object]
 
 RESULTS = Path(__file__).parent / "results"
-FORMAT = 2  # of the JSON files; what reads them ignores another
+FORMAT = 2  # version of the JSON files; readers ignore other versions
 WARM_UP, LEAST_ROUNDS = 2, 5
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-# Rows of the square matrices, and bytes of the copy, whose speeds are the ceiling.
+# Rows of the square matrices, and bytes of the copy, that measure the ceiling.
 CEILING = {"cpu": (2048, 2**28), "cuda": (8192, 2**30)}
 _FLUSHED = 2**28  # bytes, more than the cache of any GPU
 
 
 def synchronize(device: str) -> None:
-    """Wait for the GPU, if that is where the work is."""
+    """Wait for the GPU, if the device is one."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -55,17 +55,17 @@ def seconds(
 ) -> dict[str, list[float]]:
     """The time of each piece of work in every round; in a round each runs once.
 
-    Noise that lasts longer than a round meets all pieces alike, so that ratios within a round are
-    steadier than the times.
+    Noise that lasts longer than a round affects all pieces equally, so ratios within a round vary
+    less than the times.
 
     Args:
         work: what to time, by name.
-        rounds: how many, after two that are not counted.
+        rounds: number of rounds, after two that are not counted.
         device: ``cpu`` or ``cuda``.
-        patience: seconds after which no further round begins, five having been counted.
-        events: on a GPU, its own time between two events with an empty cache before the first, and
-            no waiting between the pieces; else the time on the clock until the GPU is done.
-        shuffled: whether every round draws its order anew, so that none has a fixed predecessor.
+        patience: seconds after which no further round begins, once five have been counted.
+        events: on a GPU, measure the time between two CUDA events, with flushed caches before each
+            piece and no synchronisation between pieces; else wall time until the GPU is idle.
+        shuffled: whether each round has a random order, so that no piece has a fixed predecessor.
     """
     draw, order = random.Random(0), list(work)
     times: dict[str, list[float]] = {name: [] for name in work}
@@ -122,10 +122,10 @@ def ratios(times: Sequence[float], reference: Sequence[float]) -> dict[str, floa
 
 
 def peak_extra_bytes(run: Work, device: str = "cpu") -> int:
-    """Peak memory of a run above what was held before it.
+    """Peak memory of a run minus the memory in use before it.
 
-    On a GPU as its allocator counts; elsewhere the resident memory of the process, whose peak
-    Linux can reset, once the C library has given back what it keeps of earlier runs.
+    On a GPU this is the allocator's memory, on a CPU the resident memory of the process. Linux can
+    reset its peak, after the C library has returned the memory of earlier runs.
     """
     run()
     if device == "cuda":
@@ -156,7 +156,7 @@ def _status(field: str) -> int:
 def measured(
     work: Mapping[str, Work], times: Mapping[str, list[float]], reference: str, device: str
 ) -> dict[str, dict[str, Any]]:
-    """What every row has: times, their ratio to the reference's, peak memory."""
+    """The fields of every row: times, their ratio to the reference's, peak memory."""
     return {
         name: {
             "seconds": summary(times[name]),
@@ -204,7 +204,7 @@ def ceiling(device: str) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Versions, processor and GPUs; and how busy others keep the cores."""
+    """Versions, processor and GPUs, and the CPU load before the benchmark."""
     return {
         **environment(),
         "cuda": torch.version.cuda,
@@ -215,7 +215,7 @@ def machine() -> dict[str, Any]:
 def parser(
     description: str | None, rounds: int, patience: float | None = None
 ) -> argparse.ArgumentParser:
-    """The options that every benchmark has, and ``--patience`` for those that give a default."""
+    """The options of every benchmark; ``--patience`` only if it has a default."""
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -230,12 +230,12 @@ def parser(
 
 
 def parsed(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options given; an error if the device is not there."""
+    """The parsed options; an error if the device is not available."""
     arguments = options.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         options.error("--device cuda: PyTorch sees no GPU here.")
     arguments.words = sys.argv[1:] if argv is None else list(argv)
-    if "--out" in arguments.words:  # where the result lies is not what was measured
+    if "--out" in arguments.words:  # does not affect the measurement
         place = arguments.words.index("--out")
         del arguments.words[place : place + 2]
     return arguments
@@ -285,7 +285,7 @@ def spread(value: Mapping[str, float], scale: float = 1.0, digits: int = 2) -> s
 
 
 def table(*columns: str) -> Table:
-    """A table whose columns are right-aligned but for ``name``."""
+    """A table whose columns are right-aligned, except for ``name``."""
     made = Table(box=box.SIMPLE_HEAD)
     for column in columns:
         made.add_column(column, justify="left" if column == "name" else "right", no_wrap=True)

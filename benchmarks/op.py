@@ -1,11 +1,11 @@
-"""The attention op, forward and backward: our forms, SDPA, the N x N way, installed peers.
+"""The attention op, forward and backward: our forms, SDPA, N x N weights, installed peers.
 
     python -m benchmarks.op                  # CPU: float32, B=1 H=8 D=64, T = 512 to 8192
     python -m benchmarks.op --device cuda    # bfloat16, D=64 and 128, T = 1024 to 65536
 
-Every contestant is held to the dense float64 definition, output and gradients, before a time is
-taken. Ratios are to SDPA, paired round by round. On a GPU a batch has 16384 tokens and a model
-width of 1024 (at least one sequence).
+Before anything is timed, the output and gradients of every contestant are compared with the dense
+float64 definition. Ratios are relative to SDPA, paired by round. On a GPU a batch has 16384 tokens
+(at least one sequence) and a model width of 1024.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LENGTHS = {
 WIDTHS = {"cpu": (64,), "cuda": (64, 128)}
 TOKENS, MODEL_WIDTH = 16384, 1024
 TOLERANCE = {"cpu": 1e-5, "cuda": 3e-2}
-CHECKED = {"cpu": 384, "cuda": 3 * max(CHUNKS)}  # tokens: several blocks and chunks of everyone
+CHECKED = {"cpu": 384, "cuda": 3 * max(CHUNKS)}  # tokens: several blocks and chunks
 PASSES = 3  # a backward pass has two products for each of the forward pass
 _TENSORS = 11  # q, k, v, out; q, k, v and out's gradient again; the gradients of q, k, v
 
@@ -42,9 +42,9 @@ _TENSORS = 11  # q, k, v, out; q, k, v and out's gradient again; the gradients o
 def flop(variant: str, length: int, width: int) -> float:
     """Useful floating-point operations of a head, forward and backward.
 
-    Two products a visible pair of query and key, or what a finite series needs to update and to
-    read its states, whichever is less; twice that for the backward pass. What a kernel computes
-    again, or for pairs that are not visible, is not counted; nor are weights and monomials.
+    Counted are two products for each visible pair of query and key, or the updates and reads of a
+    finite series' states, whichever is less; and twice that for the backward pass. Recomputation,
+    masked pairs, weights and monomials are not counted.
     """
     spec = sr.variant(variant)
     products = length * (length + 1) / 2
@@ -68,7 +68,7 @@ def inputs(
 
 
 def step(one: Contestant, data: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The output and the gradients of q, k and v, laid out as they are."""
+    """The output and the gradients of q, k and v, in the layout of the inputs."""
     q, k, v, gate, upstream = data
     out = one.attend(q, k, v, gate)
     return (out, *torch.autograd.grad(out, (q, k, v), upstream))
@@ -93,10 +93,10 @@ def error(one: Contestant, data: Sequence[Tensor]) -> float:
 
 
 def checked(device: str, width: int) -> tuple[list[Contestant], dict[str, float], dict[str, str]]:
-    """Those to be timed, every error, and why the others are not timed.
+    """The contestants to time, every error, and why the others are not timed.
 
     Raises:
-        SystemExit: if one of ours is wrong.
+        SystemExit: if an implementation of ours is wrong.
     """
     data = inputs(
         CHECKED[device], batch=2, heads=2, width=width, device=device, dtype=measure.DTYPES[device]
@@ -112,7 +112,7 @@ def checked(device: str, width: int) -> tuple[list[Contestant], dict[str, float]
                 raise
             reasons[one.name] = f"{type(problem).__name__}: {problem}"[:200]
             continue
-        # Scores rounded to the dtype fall on the wrong side of a clamp now and then.
+        # Rounding a score to the dtype can move it across the clamp.
         if found <= TOLERANCE[device] * (10 if one.materialises else 1):
             errors[one.name] = found
             able.append(one)
@@ -124,7 +124,7 @@ def checked(device: str, width: int) -> tuple[list[Contestant], dict[str, float]
 
 
 def form_of(one: Contestant, data: Sequence[Tensor]) -> str | None:
-    """The form that computes one of ours."""
+    """The form that computes a contestant of ours."""
     if one.form != "auto":
         return one.form
     options: dict[str, Any] = {"causal": True, "mask": None, "stateful": False}
@@ -174,7 +174,7 @@ def cell(
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Check, then measure; everything as plain data."""
+    """Check, then measure; returns plain data."""
     device = arguments.device
     result = measure.opening("op", arguments)
     peers, rows, errors, reasons = installed(), [], {}, {}
@@ -230,7 +230,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     options = measure.parser(__doc__, rounds=15, patience=60.0)
     options.add_argument("--lengths", type=int, nargs="+")
-    options.add_argument("--widths", type=int, nargs="+", help="of a head")
+    options.add_argument("--widths", type=int, nargs="+", help="widths of a head")
     options.add_argument("--batch", type=int)
     options.add_argument("--heads", type=int)
     options.add_argument("--materialise-to", type=int, default=4096, help="longest N x N run")

@@ -1,12 +1,12 @@
-"""Preparing a large corpus: its speed per worker, and whether it survives being killed.
+"""Preparing a large corpus: its speed per worker, and its result after being killed and resumed.
 
     python -m benchmarks.prepare --megabytes 200 --kills 3
 
-The corpus is the source code of Python's standard library, repeated, as JSON lines; the tokenizer
-is a byte-level BPE trained on it, unless another is named. In each round the tokenizer alone
-tokenises a quarter of the texts in one thread, then `prepare` all of them with each number of
-workers; its time includes reading, splitting, hashing and writing. Then a preparation is killed at
-random moments and resumed, and its result compared with an undisturbed one.
+The corpus is the source code of Python's standard library, repeated, as JSON lines. The tokenizer
+is a byte-level BPE trained on it, unless another is given. In each round the tokenizer alone
+tokenises a quarter of the texts in one thread. Then `prepare` tokenises all of them with each
+number of workers; its time includes reading, splitting, hashing and writing. Finally a preparation
+is killed at random moments and resumed, and its result is compared with an uninterrupted one.
 
 Expected before measuring: at least 0.8 of the tokenizer's own speed per worker.
 """
@@ -76,7 +76,7 @@ def alone(texts: Sequence[str], encoder: Encoder) -> float:
 
 
 def prepared(corpus: str, tokenizer: str, workers: int, cache: Path) -> dict[str, Any]:
-    """The manifest of a new preparation, or of a killed one that is resumed."""
+    """Start or resume a preparation; returns its manifest."""
     loaded = load_tokenizer(tokenizer)
     options = {"test_fraction": 0.001, "shard_tokens": SHARD_TOKENS, "cache": cache}
     return prepare(corpus, loaded, workers=workers, **options).manifest  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def hashes(manifest: dict[str, Any]) -> list[str]:
 
 
 def survives(make: Callable[[Path], dict[str, Any]], kills: int) -> dict[str, Any]:
-    """Kill a preparation at random moments: segments left, and whether the result is the same."""
+    """Kill and resume a preparation; its finished segments, and if the result is the same."""
     draw, context = random.Random(0), multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as root:
         began = time.perf_counter()

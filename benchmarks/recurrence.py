@@ -3,10 +3,11 @@
     python -m benchmarks.recurrence                  # one core of a CPU
     python -m benchmarks.recurrence --device cuda
 
-Expected before measuring: the plain way makes a state of ``monomials x values`` at every position,
-so that memory traffic alone costs it some 10 to 100 times the products it needs; the chunked form
-makes one a chunk. Its time is linear in the length; the blocked form's is quadratic, without the
-monomials, and wins below the crossover that the cost model gives. A stream holds one state.
+Expected before measuring: the simple method stores a state of ``monomials x values`` for every
+position, so memory traffic alone takes 10 to 100 times as long as the necessary products. The
+chunked form stores one state per chunk, and its time is linear in the length. The time of the
+blocked form is quadratic but has no factor for monomials, so it is faster below the crossover of
+the cost model. A stream stores one state.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ AGAINST_RUNNING_STATES = ((4, 2048, 8, 4, 8.0), (4, 2048, 16, 2, 12.0), (1, 1024
 GROWTH = (4096, 16384, 4.5)
 GRID = ((256, 1024, 4096, 16384), (8, 16, 64), (1, 2, 4))
 AUTO_AT_MOST = 1.2
-# The slower form is not waited for beyond this many seconds a step, predicted for a CPU.
+# A form is not timed if its predicted time per step, in seconds on a CPU, is larger.
 PATIENCE = {"cpu": 3.0, "cuda": 100.0}
 STREAM = {"heads": 4, "width": 8, "order": 4, "tokens": 1_000_000, "piece": 1000}
 TOKENS = 200  # one at a time
@@ -53,7 +54,7 @@ def inputs(heads: int, length: int, width: int, device: str) -> list[Tensor]:
 def running_states(
     width: int, order: int, device: str
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The plain causal way: monomials by their indices, states by a cumulative sum."""
+    """The simple causal method: monomials by index, states by a cumulative sum."""
     powers = []
     for degree in range(order + 1):
         indices = list(combinations_with_replacement(range(width), degree))
@@ -81,7 +82,7 @@ def chunked(spec: sr.AttentionSpec) -> Callable[..., Tensor]:
 
 
 def check(attend: Callable[..., Tensor], spec: sr.AttentionSpec, data: list[Tensor]) -> float:
-    """The relative error against dense in float64; ends the benchmark if it is large."""
+    """The relative error against dense in float64; exits if it is large."""
     with torch.no_grad():
         q, k, v = data
         expected = sr.attention(q.double(), k.double(), v.double(), spec, form="dense")
@@ -133,7 +134,7 @@ def step(form: str, spec: sr.AttentionSpec, data: list[Tensor]) -> Work:
 
 
 def growth(rounds: int, device: str) -> dict[str, Any]:
-    """Chunked, forward and backward: time from a length to four times it."""
+    """Chunked, forward and backward: how time grows from one length to four times that length."""
     short, long, at_most = GROWTH
     spec = sr.variant("taylor", order=2)
     work = {
@@ -152,7 +153,7 @@ def growth(rounds: int, device: str) -> dict[str, Any]:
 
 
 def dispatch(rounds: int, device: str, heads: int = 2) -> list[dict[str, Any]]:
-    """Auto against the better of blocked and chunked, forward and backward, over a grid."""
+    """Auto against the faster of blocked and chunked, forward and backward, over a grid."""
     lengths, widths, orders = GRID
     cells = [(t, d, n) for t in lengths for d in widths for n in orders]
     rows = []
@@ -163,7 +164,7 @@ def dispatch(rounds: int, device: str, heads: int = 2) -> list[dict[str, Any]]:
         # Nanoseconds a head, forward; the backward pass takes three times as long again.
         slow = {name: 4e-9 * heads * cost[name] > PATIENCE[device] for name in cost}
         names = [name for name in cost if not slow[name] or cost[name] == min(cost.values())]
-        # What follows a form that fills the memory pays for it: auto comes after the leaner one.
+        # A form that fills the memory slows the next one: auto follows the form with less memory.
         names.sort(key=lambda name: cost[name], reverse=True)
         work = {name: step(name, spec, data) for name in [*names, "auto"]}
         times = seconds(work, rounds, device=device, shuffled=False)
@@ -185,7 +186,7 @@ def dispatch(rounds: int, device: str, heads: int = 2) -> list[dict[str, Any]]:
 
 
 def stream(device: str) -> dict[str, Any]:
-    """A million tokens, a piece at a time: resident memory, time at both ends, the last window."""
+    """A stream of a million tokens: memory growth, time at both ends, error of the last window."""
     heads, width, piece = STREAM["heads"], STREAM["width"], STREAM["piece"]
     spec = sr.variant("taylor", order=STREAM["order"])
     pieces, warm, window = STREAM["tokens"] // piece, 20, 20
@@ -230,7 +231,7 @@ def stream(device: str) -> dict[str, Any]:
 
 
 def one_token(device: str) -> list[dict[str, Any]]:
-    """A token at a time: milliseconds a token, whatever came before."""
+    """Milliseconds per token when tokens arrive one at a time."""
     rows = []
     for heads, width, order in ((4, 8, 4), (4, 32, 2), (8, 64, 2)):
         spec = sr.variant("taylor", order=order)
@@ -256,7 +257,7 @@ def one_token(device: str) -> list[dict[str, Any]]:
 
 
 def verdicts(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every expectation, with what was found."""
+    """Every expectation with its measurement."""
     answers = []
 
     def expect(what: str, found: float, holds: bool, limit: str) -> None:

@@ -3,9 +3,9 @@
     python -m benchmarks.step                  # CPU: the demo preset, float32
     python -m benchmarks.step --device cuda    # the small preset (275 M), bfloat16 autocast
 
-All models start from the same weights. Before a time is taken, softmax and both Llamas must give
-the same logits and the same gradient of every parameter. Ratios are to Llama with SDPA. Float32
-products are those of `softmax-rnn train`, for all of them.
+All models start from the same weights. Before anything is timed, softmax and both Llamas must give
+the same logits and parameter gradients. Ratios are relative to Llama with SDPA. Float32 products
+have the precision that `softmax-rnn train` uses, for all models.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOLERANCE = 1e-4  # of logits and gradients, in float32
 
 
 def check(made: dict[str, Any], ids: Tensor) -> dict[str, float]:
-    """The largest relative error of logits and gradients against Llama's; ends if it is large."""
+    """The largest relative error of logits and gradients against Llama's; exits if it is large."""
 
     def found(name: str) -> list[Tensor]:
         model = made[name]
@@ -77,7 +77,7 @@ class Trainee:
 
 
 def data_sheet(result: dict[str, Any]) -> float | None:
-    """The peak of this GPU by its maker, operations a second; ``None`` for one not listed."""
+    """This GPU's peak operations per second by its data sheet; ``None`` if it is not listed."""
     names = " ".join(result["environment"]["gpus"][:1])
     found = [peak for name, peak in GPUS.items() if name.partition("-")[0] in names]
     return found[0] if found and result["device"] == "cuda" else None
@@ -85,7 +85,7 @@ def data_sheet(result: dict[str, Any]) -> float | None:
 
 @widest_float32_products()
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Check, then measure; everything as plain data."""
+    """Check, then measure; returns plain data."""
     device = arguments.device
     config = run_config(arguments.preset, arguments.batch or BATCH[device])
     result = measure.opening("step", arguments)
@@ -165,7 +165,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     options = measure.parser(__doc__, rounds=50, patience=120.0)
     options.add_argument("--preset", choices=list(VOCABULARY))
-    options.add_argument("--batch", type=int, help="sequences a step")
+    options.add_argument("--batch", type=int, help="sequences per step")
     arguments = measure.parsed(options, argv)
     arguments.preset = arguments.preset or PRESET[arguments.device]
     return measure.carry_out(arguments, run, show, judge)

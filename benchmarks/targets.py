@@ -1,4 +1,4 @@
-"""The ratios that this project holds itself to, written down before they were measured."""
+"""Target ratios of the benchmarks, which were set before measuring."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Target:
     """A ratio of two rows of one benchmark, and its limit.
 
     Attributes:
-        benchmark: whose JSON answers it.
+        benchmark: the benchmark that measures it.
         device: ``cpu`` or ``cuda``.
-        of: the name of the row in the numerator.
-        to: that of the other; with a ``*`` at its end the fastest of those that begin so.
-        limit: of the median of the ratios, round by round.
+        of: name of the row in the numerator.
+        to: name of the row in the denominator; ``name*`` is the fastest row that starts with it.
+        limit: limit of the median over rounds of the ratio.
         quantity: ``time`` and ``memory`` must not exceed the limit; ``speed`` must reach it.
-        cells: where it must hold: fields of both rows. The worst of them counts.
-        to_where: fields in which the other row differs.
+        cells: fields of both rows; the target must hold for every cell.
+        to_where: fields in which the denominator's row differs.
     """
 
     benchmark: str
@@ -69,11 +69,11 @@ TARGETS = (
 def judge(
     result: Mapping[str, Any], targets: Sequence[Target] | None = None
 ) -> list[dict[str, Any]]:
-    """Every target of a result's benchmark and device, with what was found.
+    """Every target of a result's benchmark and device, with its measurement.
 
     Returns:
         For each: ``what``, ``limit``, ``found`` (a median), its quartiles ``low`` and ``high``,
-        ``where`` (of several cells the worst), ``holds``; ``None`` where a row is missing.
+        ``where`` (the worst of several cells), ``holds``; ``None`` if a row is missing.
     """
     if targets is None:
         kind = (result["benchmark"], result["device"])
@@ -114,7 +114,7 @@ def _ratio(
 
 
 def _row(rows: Sequence[Mapping[str, Any]], name: str, cell: Where) -> Mapping[str, Any] | None:
-    """The row of that name, or the fastest of those it may be."""
+    """The row of that name; for ``name*`` the fastest match."""
 
     def named(row: Mapping[str, Any]) -> bool:
         return row["name"].startswith(name[:-1]) if name.endswith("*") else row["name"] == name

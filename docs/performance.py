@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 
 HERE = Path(__file__).parent
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
-# In the order of the page, CPU before GPU; text is tokenised on a CPU alone.
+# In the order of the page, CPU before GPU; prepare runs on a CPU only.
 PLACES = (
     *((name, device) for device in DEVICES for name in ("op", "recurrence", "step", "decode")),
     ("prepare", "cpu"),
@@ -36,7 +36,7 @@ NONE = "not measured"
 
 
 def load(folder: Path) -> dict[tuple[str, str], Result]:
-    """Every result of the present format, by benchmark and device."""
+    """Every result in the current format, by benchmark and device."""
     found = {}
     for benchmark, device in PLACES:
         path = folder / f"{benchmark}-{device}.json"
@@ -46,12 +46,12 @@ def load(folder: Path) -> dict[tuple[str, str], Result]:
         if data.get("format") == FORMAT:
             found[benchmark, device] = data
         else:
-            print(f"{path} is of another format: run the benchmark again.")
+            print(f"{path} has another format: run the benchmark again.")
     return found
 
 
 def targets(results: Results) -> str:
-    """Every target with what was found."""
+    """Every target with its measurement."""
     rows = []
     for benchmark, device in dict.fromkeys((t.benchmark, t.device) for t in TARGETS):
         wanted = [t for t in TARGETS if (t.benchmark, t.device) == (benchmark, device)]
@@ -67,7 +67,7 @@ def targets(results: Results) -> str:
 
 
 def machines(results: Results) -> str:
-    """What every result was measured on."""
+    """The machine and versions of every result."""
     if not results:
         return f"Nothing: {NONE}."
     places: dict[str, list[str]] = {}
@@ -100,7 +100,7 @@ def machines(results: Results) -> str:
 
 
 def missing(results: Results) -> str:
-    """What has no numbers here, and why."""
+    """What was not measured, and why."""
     lines = [
         f"- {benchmark} on a {DEVICES[device]}: {NONE}."
         for benchmark, device in PLACES
@@ -195,7 +195,7 @@ def decode(result: Result) -> str:
 
 
 def recurrence(result: Result) -> str:
-    """What was expected of finite series, and found."""
+    """The expectations for finite series, with measurements."""
     rows = [
         [row["what"], row["limit"], f"{row['found']:.3g}", "yes" if row["holds"] else "**no**"]
         for row in result["verdicts"]
@@ -218,12 +218,16 @@ def prepare(result: Result) -> str:
     same = "the same hashes" if kills["same"] else "**other hashes**"
     head = f"{result['megabytes']:g} MB of JSON lines, {result['tokenizer']}:\n\n"
     tail = f"\n\nKilled {len(kills['stretches_left'])} times at random moments: {same}."
-    columns = ["", "million tokens/s [quartiles]", "of the tokenizer, a worker [quartiles]"]
+    columns = [
+        "",
+        "million tokens/s [quartiles]",
+        "relative to the tokenizer, per worker [quartiles]",
+    ]
     return head + table(columns, rows) + tail
 
 
 def _code(row: Row) -> str:
-    """A variant's name as code, any other as text."""
+    """The name of a row: a variant's as code, any other as text."""
     name: str = row["name"]
     plain = name.startswith(("sdpa", "llama", "materialised", "flash-linear", "power-attention"))
     return name if plain else f"`{name}`"
@@ -238,7 +242,7 @@ def _share(rate: float, top: float) -> str:
 
 
 def _rate(value: float) -> str:
-    """``123 G``: three digits and a prefix."""
+    """A number with three digits and a unit prefix: ``123 G``."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if value >= size:
             return f"{value / size:.3g} {prefix}"
@@ -259,14 +263,14 @@ FIGURES: dict[str, tuple[Callable[[Result, Path], None], str]] = {
 
 
 def figures(results: Results, folder: Path) -> None:
-    """Draw what was measured."""
+    """Draw the figures of the measured benchmarks."""
     for (benchmark, device), result in results.items():
         if benchmark in FIGURES:
             FIGURES[benchmark][0](result, folder / f"performance_{benchmark}_{device}.png")
 
 
 def fill(text: str, results: Results) -> str:
-    """The page with every part between its markers made anew."""
+    """The page with every generated part replaced."""
     parts = {
         "targets": targets(results),
         "machines": machines(results),

@@ -16,7 +16,7 @@ from softmax_rnn.report import markdown
 
 HERE = Path(__file__).parent
 WIDTHS, ORDERS, RADII = (8, 16, 32, 64, 128), range(1, 7), (1.0, 2.0, 5.0)
-STATE_BYTES, CACHE_BYTES = 4, 2  # a float32 state against a bfloat16 cache
+STATE_BYTES, CACHE_BYTES = 4, 2  # a float32 state, a bfloat16 cache
 COLORS = ("#0072B2", "#D55E00", "#009E73")
 
 
@@ -48,7 +48,7 @@ def orders() -> str:
 
 
 def crossovers() -> str:
-    """The length from which chunked is the faster form."""
+    """The length from which chunked is faster."""
     shown = (1, 2, 3, 4)
     lines = ["| d | " + " | ".join(f"order {n}" for n in shown) + " |", "|---" * 5 + "|"]
     for width in WIDTHS[:-1]:
@@ -60,7 +60,7 @@ def crossovers() -> str:
 def errors(radius: float, last: int = 20) -> list[float]:
     """The largest error of Taylor attention's output against softmax, scores in [-radius, radius].
 
-    Values lie in [-1, 1]; an order whose row sum crosses zero may be as wrong as it likes.
+    Values are in [-1, 1]. If the row sum of an order crosses zero, its error is not bounded.
     """
     draw = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, 256, 16, generator=draw, dtype=torch.float64)
@@ -75,7 +75,7 @@ def errors(radius: float, last: int = 20) -> list[float]:
 
 
 def figure(path: Path) -> None:
-    """Error against order: the bound on a weight, and what attention's output shows of it."""
+    """Error against order: the bound on a weight's error, and the error of attention's output."""
     with mpl.rc_context({"font.size": 9}):
         drawing = Figure(figsize=(9.0, 3.6), layout="constrained")
         left, right = drawing.subplots(1, 2, sharex=True)
@@ -98,7 +98,7 @@ def figure(path: Path) -> None:
 
 
 def fill(page: str) -> str:
-    """The page with every table made anew."""
+    """The page with every table replaced."""
     tables = {"states": states, "orders": orders, "crossovers": crossovers}
     return markdown.fill(page, {name: make() for name, make in tables.items()})
 

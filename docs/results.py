@@ -1,7 +1,7 @@
 """Make the tables and figures of results.md from runs: ``python docs/results.py RUNS``.
 
-RUNS is the folder that ``softmax-rnn reproduce`` was given as ``--out`` (its default: ``runs``).
-Figures that are not finished there, and the claims on them, stay as they are on the page.
+RUNS is the ``--out`` folder of ``softmax-rnn reproduce``, by default ``runs``. Unfinished figures
+and the claims on them are not changed on the page.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HERE, SCALE = Path(__file__).parent, SCALES["demo"]
 
 
 def losses(experiment: Experiment, runs: dict[str, dict[int, RunFolder]]) -> str:
-    """A figure's variants: losses, paired difference to softmax, time."""
+    """The table of a figure's variants: losses, and the paired difference to softmax."""
     names = dict.fromkeys(name for panel in experiment.panels for name in panel.variants)
     table = results([run for name in names for run in runs.get(name, {}).values()])
     lines = [
@@ -42,7 +42,7 @@ def losses(experiment: Experiment, runs: dict[str, dict[int, RunFolder]]) -> str
 
 
 def verdicts(found: dict[tuple[str, str], dict[str, dict[int, RunFolder]]], before: str) -> str:
-    """Every claim with its checks; those not run as they were ``before``."""
+    """Every claim with its checks; claims that were not run are copied from ``before``."""
     rows = pd.DataFrame(verdict_table(judge(found)))
     lines = ["| claim | verdict | found |", "|---|---|---|"]
     for (number, text, verdict), checks in rows.groupby(["claim", "text", "verdict"], sort=False):
@@ -58,7 +58,7 @@ def verdicts(found: dict[tuple[str, str], dict[str, dict[int, RunFolder]]], befo
 
 
 def conditions(runs: dict[str, dict[int, RunFolder]]) -> str:
-    """What the runs ran on."""
+    """The machine, versions and corpus of the runs."""
     where = next(iter(runs["softmax"].values())).environment
     each = (run.environment["commit"][:10] for seeds in runs.values() for run in seeds.values())
     packages = ", ".join(f"{name} {version}" for name, version in where["packages"].items())

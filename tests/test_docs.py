@@ -1,4 +1,4 @@
-"""The pages whose tables a script makes are as it makes them."""
+"""Generated tables in docs equal the output of their scripts; the README's code runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 @pytest.mark.parametrize("name", ["recurrent", "scaling"])
-def test_the_tables_of_a_page_are_as_its_script_makes_them(name: str) -> None:
+def test_tables_equal_the_output_of_their_script(name: str) -> None:
     page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     assert runpy.run_path(str(DOCS / f"{name}.py"))["fill"](page) == page
 

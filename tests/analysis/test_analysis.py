@@ -250,8 +250,8 @@ def test_progress_ends_at_one() -> None:
         (IDS[0], {}, r"ids must be integers of shape \[N, T\].* not torch.int64 of shape \[11\]"),
         (IDS[:0], {}, r"N and T at least 1.* of shape \[0, 11\]"),
         (IDS.float(), {}, r"ids must be integers .* not torch.float32"),
-        (IDS + 10, {}, r"ids must lie in \[0, 60\], the model's; found 69"),
-        (IDS - 70, {}, r"ids must lie in \[0, 60\], the model's; found -70"),
+        (IDS + 10, {}, r"ids must be in \[0, 60\] for this model; found 69"),
+        (IDS - 70, {}, r"ids must be in \[0, 60\] for this model; found -70"),
         (IDS, {"mask": torch.ones(3)}, r"mask must have the shape \[3, 11\] of ids, not \[3\]"),
         (IDS, {"mask": torch.eye(3, 11) * torch.tensor([[1], [0], [1]])}, "all of sequence 1"),
         (IDS, {"order": -1}, "order must be an integer >= 0, not -1"),
@@ -288,7 +288,7 @@ def test_the_table_lines_up(order: int) -> None:
     assert "within 0.01 of softmax's" in " ".join(caption.split())
     assert "on 33 tokens" in " ".join(caption.split())
     assert {len(row) for row in rows} == {len(header)}
-    assert f"{min(order, 2) + 1} and on" in header
+    assert f"{min(order, 2) + 1} and up" in header
     first = next(found.heads.itertuples())
     assert rows[0].split()[2] == f"{first.max_score:.2f}"
     assert rows[0].split()[-2:] == [str(first.order_needed), str(first.order_bound)]
@@ -379,7 +379,7 @@ def test_a_model_outside_a_run_needs_a_corpus(texts: Path, tmp_path: Path) -> No
     folder = tmp_path / "model"
     build("softmax", vocab_size=257, max_position_embeddings=16).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
-    with pytest.raises(ValueError, match="is no run's folder, so it names no corpus"):
+    with pytest.raises(ValueError, match="is not the folder of a run, so a corpus must be given"):
         analyze_checkpoint(folder)
     assert analyze_checkpoint(folder, corpus=str(texts), blocks=2).tokens == 32
 

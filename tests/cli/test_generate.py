@@ -141,7 +141,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         generate(model, "")
     with pytest.raises(ValueError, match="temperature must be >= 0, not -1"):
         generate(model, "a", temperature=-1)
-    with pytest.raises(ValueError, match="top_k=5 must be at least 1, and it takes a temperature"):
+    with pytest.raises(ValueError, match="top_k=5 must be at least 1, and needs a temperature"):
         generate(model, "a", top_k=5)
     with pytest.raises(ValueError, match="max_new_tokens must be >= 1, not 0"):
         generate(model, "a", max_new_tokens=0)
@@ -150,5 +150,5 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     )
     LlamaForCausalLM(theirs).save_pretrained(tmp_path / "theirs")
     byte_tokenizer().save_pretrained(tmp_path / "theirs")
-    with pytest.raises(ValueError, match="holds a LlamaForCausalLM"):
+    with pytest.raises(ValueError, match="contains a LlamaForCausalLM"):
         generate(tmp_path / "theirs", "a")

@@ -66,7 +66,7 @@ def test_train_then_generate_then_analyze(
     assert "cache: recurrent; recurrent cache" in shown
     assert main(["analyze", str(out), "--blocks", "2", "--order", "3"]) == 0
     shown = capsys.readouterr().out
-    assert "by the bound" in shown
+    assert "order by bound" in shown
     for name in ("analysis.png", "analysis.svg", "analysis_heads.csv", "analysis_powers.csv"):
         assert (out / name).stat().st_size > 0
 
@@ -95,7 +95,7 @@ def test_prepare_is_stopped(
 
 
 @pytest.mark.parametrize("command", ["prepare", "train"])
-def test_prepare_stopped_before_its_first_shard_is_prepared_anew(
+def test_prepare_stopped_before_its_first_shard_starts_again(
     command: str,
     texts: Path,
     tmp_path: Path,
@@ -108,11 +108,11 @@ def test_prepare_stopped_before_its_first_shard_is_prepared_anew(
     }[command]
     monkeypatch.setattr(preparation, "encode_all", lambda *_: signal.raise_signal(15))
     assert main(words) == 75
-    told = "no part of the corpus was kept: rerun the same command to prepare it anew\n"
+    told = "no part of the corpus was kept: rerun the same command to start again\n"
     assert capsys.readouterr().err.endswith(f"Stopped by SIGTERM; {told}")
 
 
-def test_prepare_stopped_after_a_shard_goes_on(
+def test_prepare_stopped_after_a_shard_can_be_resumed(
     texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(prepare.__kwdefaults__, "shard_tokens", 500)
@@ -192,7 +192,7 @@ def test_what_finished_is_reported_where_a_run_failed(
     ("arguments", "message"),
     [
         (["compare", "nrom"], "Did you mean 'norm'?"),
-        (["compare", "softmax_l2", "norm"], "'softmax_l2' and 'norm' are one"),
+        (["compare", "softmax_l2", "norm"], "'softmax_l2' and 'norm' are the same variant"),
         (["compare", "softmax", "--seeds", "0", "0"], "A seed is given twice: 0, 0"),
         (["compare", "softmax", "--parallel", "0"], "parallel must be at least 1, not 0"),
         (["train", "--corpus", ""], "No file matches the corpus ''"),
@@ -318,7 +318,7 @@ def test_stopping_is_told_in_a_line(
 
 
 @pytest.mark.parametrize("command", ["train", "compare"])
-def test_what_was_saved_has_an_exit_code_of_its_own(
+def test_a_stopped_run_has_its_own_exit_code(
     command: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -362,14 +362,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_how_a_process_ends(
     code: int, processes: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once where its interpreter could spoil the exit code; what waits for that comes first."""
+    """Without interpreter shutdown if that could change the exit code; exit functions run."""
     calls: list[object] = []
     monkeypatch.setattr(StopRequest, "ends_process", False)
     monkeypatch.setattr(cli, "main", lambda: code)
     monkeypatch.setattr(cli.atexit, "_run_exitfuncs", lambda: calls.append("atexit"))
     monkeypatch.setattr(cli.os, "_exit", calls.append)
     monkeypatch.setenv("WORLD_SIZE", processes)
-    with pytest.raises(SystemExit) as stop:  # were this no test, it might be gone already
+    with pytest.raises(SystemExit) as stop:  # os._exit is replaced here
         cli.process()
     assert stop.value.code == code
     assert calls == (["atexit", code] if at_once else [])
@@ -384,14 +384,14 @@ def test_how_a_process_ends(
         ["train", "--out", "x" * 300],
     ],
 )
-def test_a_folder_that_will_not_do_is_wrong_input(
+def test_an_unusable_folder_is_wrong_input(
     words: list[str],
     texts: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It is told before there is any work in vain."""
+    """The error comes before any work."""
     made_up(tmp_path / "runs", "norm", 0, 1.5)
     (tmp_path / "file").touch()
 
@@ -406,7 +406,7 @@ def test_a_folder_that_will_not_do_is_wrong_input(
     assert re.search(r"Nothing can be written in .* \(.*\): choose|File name too long", told)
 
 
-def test_names_are_words_and_no_markup(
+def test_names_are_not_interpreted_as_markup(
     texts: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

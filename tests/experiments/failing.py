@@ -1,4 +1,4 @@
-"""A job without an import of the package, which would take it most of its time."""
+"""A job that does not import the package, which would take most of its time."""
 
 from __future__ import annotations
 

@@ -54,9 +54,9 @@ def test_runs_differ_in_their_attention_alone(texts: Path, tmp_path: Path) -> No
 def test_mistakes_are_named_before_anything_runs(texts: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Did you mean 'norm'"):
         compare_configs(["softmax", "nrom"], [0], tiny(texts), tmp_path)
-    with pytest.raises(ValueError, match="named twice"):
+    with pytest.raises(ValueError, match="are the same variant"):
         compare_configs(["norm", "norm"], [0], tiny(texts), tmp_path)
-    with pytest.raises(ValueError, match="'taylor' and 'taylor:2' are one"):
+    with pytest.raises(ValueError, match="'taylor' and 'taylor:2' are the same variant"):
         compare_configs(["taylor", "taylor:2"], [0], tiny(texts), tmp_path)
     with pytest.raises(ValueError, match="seed is given twice: 1, 0, 1"):
         compare_configs(["norm"], [1, 0, 1], tiny(texts), tmp_path)
@@ -88,7 +88,7 @@ def test_runs_are_run_once_and_failures_told(
 
 
 def test_a_run_that_was_left_alone_is_named(texts: Path, tmp_path: Path, console: Console) -> None:
-    """It goes on after its parent was killed, and nobody else can have its folder."""
+    """It is still running after its parent was killed, and its folder is locked."""
     root = tmp_path / "runs"
     (run,) = compare_configs(["norm"], [0], tiny(texts), root)
     run.folder.path.mkdir(parents=True)
@@ -103,7 +103,7 @@ def test_a_run_that_was_left_alone_is_named(texts: Path, tmp_path: Path, console
     assert not (root / "logs").exists()
 
 
-def test_of_a_progress_bar_the_last_state_is_told(tmp_path: Path) -> None:
+def test_a_log_shows_the_last_state_of_a_progress_bar(tmp_path: Path) -> None:
     bar = "".join(f"\r{done}%" for done in range(5000))
     (tmp_path / "log").write_text(f"first{bar}\nerror: the reason\r\n")
     assert scheduler._log_end(tmp_path / "log") == "4999%\nerror: the reason\n"
@@ -173,7 +173,7 @@ def test_a_signal_is_passed_on_to_the_runs(
 
 
 def test_the_second_signal_ends_the_runs_at_once(texts: Path, tmp_path: Path) -> None:
-    """Though they would take their time to stop: here, for ever."""
+    """Even if the runs do not react to the first signal."""
     words = ["compare", "softmax", *_settings(tiny(texts), tmp_path)]
     process = start(words, tmp_path / "log", before=_deaf_runs)
     deaf = tmp_path / "out" / "deaf"
@@ -211,7 +211,7 @@ def _deaf_runs() -> None:
 def test_how_runs_end_is_told(
     texts: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was stopped can go on; one that was killed, or failed, is an error."""
+    """A stopped run can be resumed; a killed or failed run is an error."""
     ends = {
         "norm": "sys.exit(75)",
         "gate": "os.kill(os.getpid(), 9)",
@@ -243,8 +243,8 @@ def _settings(config: RunConfig, path: Path) -> list[str]:
     return ["--config", str(path / "config.yaml"), "--out", str(path / "out")]
 
 
-def test_a_comparison_goes_on_after_a_signal(texts: Path, tmp_path: Path) -> None:
-    """SIGTERM to the command saves its runs; given again, it ends as if there had been none."""
+def test_a_comparison_resumes_after_a_signal(texts: Path, tmp_path: Path) -> None:
+    """SIGTERM saves the runs; the resumed runs equal uninterrupted ones."""
     config = tiny(texts, steps=100, log_every=1, evaluate_every=100, save_every=100)
     run = RunFolder(tmp_path / "out" / "softmax-seed0")
     process = start(["compare", "softmax", *_settings(config, tmp_path)], tmp_path / "log")
@@ -269,7 +269,7 @@ def test_a_comparison_goes_on_after_a_signal(texts: Path, tmp_path: Path) -> Non
 def test_a_free_gpu_takes_the_next_run(
     texts: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the user's CUDA_VISIBLE_DEVICES only; the quick run's GPU is free first."""
+    """Only GPUs in CUDA_VISIBLE_DEVICES are used; the GPU of the quickest run is free first."""
     launched = sleepers(monkeypatch, 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -1,4 +1,4 @@
-"""Jobs of a cluster, through submitit: its own local executor stands for Slurm."""
+"""Cluster jobs through submitit, with its local executor in place of Slurm."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def test_runs_as_jobs(
     assert "1 runs, 1 at a time, jobs of LocalExecutor" in console.file.getvalue()
 
 
-def test_a_job_that_is_stopped_early_is_queued_again(texts: Path, tmp_path: Path) -> None:
+def test_a_job_that_is_stopped_early_is_requeued(texts: Path, tmp_path: Path) -> None:
     work = _Training(tiny(texts, steps=4), tmp_path / "run")
     again = work.checkpoint()
     assert again.function is work  # which resumes: the folder says where
 
 
-def test_a_job_that_is_preempted_saves_and_goes_on_by_itself(texts: Path, tmp_path: Path) -> None:
-    """The signal that submitit has Slurm send: after it there is a checkpoint of that very step.
+def test_a_preempted_job_saves_and_resumes_by_itself(texts: Path, tmp_path: Path) -> None:
+    """After submitit's signal there is a checkpoint of the step that was running.
 
-    First it comes as a warning; in the second session SIGTERM comes before it.
+    In the first session the signal comes alone; in the second SIGTERM comes before it.
     """
     config = tiny(texts, steps=200, log_every=1, evaluate_every=200, save_every=200)
     executor = submitit.LocalExecutor(tmp_path / "jobs")
@@ -92,7 +92,7 @@ def test_a_job_that_is_preempted_saves_and_goes_on_by_itself(texts: Path, tmp_pa
 def test_how_jobs_end_is_told(
     texts: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was stopped can go on; of one that failed the end of its log is shown."""
+    """A stopped job can be resumed; for a failed job the end of its log is shown."""
     executor = submitit.LocalExecutor(tmp_path / "jobs")
     executor.update_parameters(timeout_min=2)
     cluster = ClusterLauncher(executor, slots=2)

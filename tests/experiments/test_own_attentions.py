@@ -79,7 +79,7 @@ def test_an_error_names_file_and_field(text: str, message: str, tmp_path: Path) 
         (["mine="], "Unknown variant ''"),
         (["mine=nrom"], "Unknown variant 'nrom'. Did you mean 'norm'"),
         (["mine=other.yaml"], "There is no file other.yaml"),
-        (["norm", "mine=norm"], "named twice: 'norm' and 'mine=norm' are one"),
+        (["norm", "mine=norm"], "'norm' and 'mine=norm' are the same variant"),
         (["mine=norm", "mine=gate"], "The name 'mine' of 'mine=gate' is already taken"),
         (["taylor:4", "taylor-4=gate"], "The name 'taylor-4' of 'taylor-4=gate' is already taken"),
     ],

@@ -1,4 +1,4 @@
-"""Finished runs that were never run, with losses as one likes."""
+"""Folders of finished runs with given losses, without training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: what it draws, its controls, and that it asks nobody for anything."""
+"""The page in a real browser: its plots and controls, and that it loads nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from made_up import made_up
-from softmax_rnn.report.html import Place, page
+from softmax_rnn.report.html import Section, page
 from softmax_rnn.report.table import results
 
 _PATIENCE = 120_000  # milliseconds; a machine may be slow and busy
@@ -79,12 +79,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     one = [made_up(root / "long-web", name, 0, loss) for name, loss in MANY.items()]
     two = [made_up(root / "large-web", "norm", seed, 1.5 + 0.01 * seed) for seed in (0, 1)]
     titles = {EVIL: three, "long": one, "large": two}
-    places = [Place(title, runs, results(runs)) for title, runs in titles.items()]
+    sections = [Section(title, runs, results(runs)) for title, runs in titles.items()]
     for run, name in zip(one[-2:], NAMES, strict=True):
         run.__dict__["config"] = Fake(run.config, name)
     path = root / "figure" / "report.html"
     path.parent.mkdir()
-    path.write_text(page(places, path.parent, f"Two places {EVIL}", CLAIMS), encoding="utf-8")
+    path.write_text(page(sections, path.parent, f"Two sections {EVIL}", CLAIMS), encoding="utf-8")
     return path
 
 
@@ -206,7 +206,7 @@ def test_values_are_shown_to_the_mouse_and_to_the_arrow_keys(opened: Page) -> No
 
 
 def test_hostile_words_are_words(opened: Page) -> None:
-    expect(opened.locator("h1")).to_have_text(f"Two places {EVIL}")
+    expect(opened.locator("h1")).to_have_text(f"Two sections {EVIL}")
     expect(opened.locator(".place h2").first).to_have_text(EVIL)
     expect(opened.locator(".checks tbody th").first).to_have_text(f"1. norm equal to {EVIL}")
     assert f"corpus: {EVIL}" in (opened.locator("pre").first.text_content() or "")
@@ -240,7 +240,8 @@ def test_claims_come_first_and_links_lead_to_the_runs(opened: Page, written: Pat
     rows = opened.locator(".checks tbody tr").all_inner_texts()
     assert "+0.0030 [+0.0020, +0.0040]" in rows[0]
     assert "\tundecided: one seed\t+0.0030\t" in rows[1]
-    assert "Claims that no run here speaks of: 7." in opened.locator("section").first.inner_text()
+    shown = opened.locator("section").first.inner_text()
+    assert "Claims without finished runs on this page: 7." in shown
     links = opened.eval_on_selector_all("details a", "all => all.map(a => a.href)")
     assert len(links) == 9 + len(MANY) + 2
     base = (written.parent.parent / "base-web").as_uri()

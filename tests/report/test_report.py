@@ -21,7 +21,7 @@ from softmax_rnn.ops.variants import variant, variants
 from softmax_rnn.report.curves import curves
 from softmax_rnn.report.figure import log_limits
 from softmax_rnn.report.grid import Column, draw_orders
-from softmax_rnn.report.html import Place, page
+from softmax_rnn.report.html import Section, page
 from softmax_rnn.report.outputs import find_runs, report
 from softmax_rnn.report.style import style, styles
 from softmax_rnn.report.table import cells, results, rich_table
@@ -69,7 +69,7 @@ def test_an_interval_of_one_seed_says_that_it_covers_test_blocks_only(tmp_path: 
     console.print(rich_table(table))
     for shown in (page, console.export_text()):
         assert differences["gate"] in shown
-        assert "is of one seed and does not cover seeds" in shown
+        assert "comes from a single seed" in shown
     assert rich_table(results(runs[:4])).caption is None
 
 
@@ -268,8 +268,8 @@ def test_no_words_become_elements(tmp_path: Path) -> None:
         run.environment_file.write_text(json.dumps({**environment, word: {word: [word]}}))
         claim = dict.fromkeys(("claim", "text", "verdict", "check", "where", "outcome"), word)
         row = {**claim, "seeds": 1, "reason": word, "found": word}
-        places = [Place(word, [run], results([run]))] * 2
-        found.append(Elements(page(places, root, word, [row])).found)
+        sections = [Section(word, [run], results([run]))] * 2
+        found.append(Elements(page(sections, root, word, [row])).found)
     assert found[0] == found[1]
     assert found[0]["script",] == 2  # plotly's, and the page's own
     assert found[0]["script", "type"] == 2  # the numbers of each place

@@ -1,4 +1,4 @@
-"""Intervals that mean what they say."""
+"""The coverage of confidence intervals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_one_seed_is_the_paired_t_interval() -> None:
 
 @pytest.mark.parametrize(("seed_sd", "block_sd"), [(0.02, 0.3), (0.2, 0.1), (0.0, 0.3)])
 def test_coverage(seed_sd: float, block_sd: float) -> None:
-    """Over many draws of seeds and blocks the interval holds the truth at least 94% of the time."""
+    """Over many draws of seeds and blocks the interval covers the true value in at least 94%."""
     draw, held = np.random.default_rng(1), 0
     for _ in range(600):
         seeds = draw.normal(0, seed_sd, (4, 1))

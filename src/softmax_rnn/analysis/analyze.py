@@ -1,9 +1,9 @@
 """Which powers of exp's series the heads of a trained model use, measured on text.
 
-Softmax attention is a sum of RNNs, one a power of the score (section 3.1 of "On the Expressiveness
-of Softmax Attention: A Recurrent Neural Network Perspective", Mongaras and Larson, 2025); its
-figure 5 adds the powers one by one in training. This module asks a trained head how large each
-power's term is on real text, and how many of them its output needs.
+Softmax attention is a sum of RNNs, one per power of the score (section 3.1 of "On the
+Expressiveness of Softmax Attention: A Recurrent Neural Network Perspective", Mongaras and Larson,
+2025). Figure 5 of the paper trains models with more and more powers. This module measures, in a
+trained model, how large each power's term is on real text, and how many powers a head needs.
 """
 
 from __future__ import annotations
@@ -35,32 +35,33 @@ from softmax_rnn.training.checkpoint import load_trained, model_folder
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.run import load_corpus
 
-MAX_ORDER = 128  # the highest order tried for a head, unless another is given
+MAX_ORDER = 128  # the highest order that is tried by default
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What :func:`analyze` measured.
+    """The result of :func:`analyze`.
 
     Attributes:
-        heads: one row per layer and head: ``layer``, ``head``, ``max_score`` (the largest |s|),
-            ``p99_score`` (99th percentile of |s|), ``mean_score`` (mean of s), ``order_needed``
-            (the lowest order whose mean ``error`` is within the tolerance; missing if none up to
-            ``max_order`` is) and ``order_bound`` (``order_for(tolerance, max_score)``: the order
-            that keeps every weight within the tolerance of exp, which is less than the output's
-            where all weights of a row are small; missing beyond a score of 700).
-        powers: one row per layer, head and power: ``layer``, ``head``, ``power`` n, ``term`` (mean
-            of |s|^n / n! over visible pairs), ``share`` (of the same mean of exp(|s|), the sum of
-            all powers: the few largest scores rule it) and ``log10_share``,
-            ``pair_share`` (mean over pairs of |s|^n / n! / exp(|s|): every pair counts alike),
-            ``numerator`` (mean over rows of ||sum_s s^n/n! v_s|| / ||sum_s exp(s) v_s||),
+        heads: one row per layer and head, with the columns ``layer``, ``head``, ``max_score`` (the
+            largest |s|), ``p99_score`` (99th percentile of |s|), ``mean_score`` (mean of s),
+            ``order_needed`` (the lowest order whose mean ``error`` is within the tolerance; missing
+            if no order up to ``max_order`` is enough) and ``order_bound``
+            (``order_for(tolerance, max_score)``, the order at which every weight is within the
+            tolerance of exp; where all weights of a row are small, the output needs a higher one;
+            missing for scores above 700).
+        powers: one row per layer, head and power n, with the columns ``layer``, ``head``,
+            ``power``, ``term`` (mean of |s|^n / n! over visible pairs), ``share`` (``term`` divided
+            by the mean of exp(|s|); the few largest scores dominate it), ``log10_share``,
+            ``pair_share`` (mean over pairs of |s|^n / n! / exp(|s|): every pair counts equally),
+            ``numerator`` (mean over rows of ||sum_s s^n/n! v_s|| / ||sum_s exp(s) v_s||) and
             ``error`` (mean over rows of the relative L2 error of Taylor attention of order n
             against softmax).
         spec: the attention of the model.
         order: the highest power in ``powers``.
-        tolerance: of the relative error, and of the bound.
+        tolerance: tolerance of ``order_needed`` and ``order_bound``.
         max_order: the highest order that was tried.
-        tokens: number of tokens measured: rows a head.
+        tokens: number of tokens measured, which is the number of rows per head.
     """
 
     heads: pd.DataFrame
@@ -73,24 +74,24 @@ class Analysis:
 
     @property
     def note(self) -> str:
-        """What the numbers mean for a model whose weights are not exp; empty for others."""
+        """What the numbers mean if the model's weights are not exp; else empty."""
         if self.spec.series == "exp":
             return ""
         return (
             f"This model's weights are not exp (series={self.spec.series!r}, "
-            f"order={self.spec.order}): shown is what softmax of the same scores would need."
+            f"order={self.spec.order}): the numbers are for softmax of the same scores."
         )
 
     def table(self) -> Table:
-        """For the terminal: a row per head."""
-        kept = min(self.order, 2)  # the powers that linear attention has, and one more
-        powers = [*(f"power {n}" for n in range(kept + 1)), f"{kept + 1} and on"]
+        """The table for the terminal: one row per head."""
+        kept = min(self.order, 2)
+        powers = [*(f"power {n}" for n in range(kept + 1)), f"{kept + 1} and up"]
         scores = ("max |s|", f"{PERCENTILE}% |s|", "mean s")
         shares = self.powers.pivot_table(
             index=["layer", "head"], columns="power", values="pair_share"
         ).to_numpy()[:, : kept + 1]
         table = terminal_table(
-            ("layer", "head", *scores, *powers, "order needed", "order by the bound"),
+            ("layer", "head", *scores, *powers, "order needed", "order by bound"),
             (
                 [
                     *(str(head[name]) for name in ("layer", "head")),
@@ -103,10 +104,10 @@ class Analysis:
             ),
         )
         table.caption = (
-            f"{self.note} s: the scores, on {self.tokens:,} tokens. power n: the share of "
-            "|s|^n / n! in exp(|s|), mean over pairs of tokens. order needed: of the Taylor series "
-            f"whose output is within {self.tolerance:g} of softmax's on this text; by the bound: "
-            "for any scores up to max |s|."
+            f"{self.note} s: the scores on {self.tokens:,} tokens. power n: the share of "
+            "|s|^n / n! in exp(|s|), mean over pairs of tokens. order needed: the order of the "
+            f"Taylor series whose output on this text is within {self.tolerance:g} of softmax's. "
+            "order by bound: the order that is enough for any scores up to max |s|."
         ).lstrip()
         return table
 
@@ -123,36 +124,35 @@ def analyze(
 ) -> Analysis:
     """Measure the powers of exp's series in every head of a model, on text.
 
-    The scores are those that a head really computes, ``s = scale * phi(q_t) . phi(k_s)`` after
-    rotary positions, clamped where its spec clamps; the values are gated where an input gate does.
-    Whatever the head's own series and denominator (Taylor, a single power, a length), the terms
-    are those that *exp's* series of these scores has, and the errors those of Taylor attention of
-    each order, divided by its row sum, against the softmax of these scores.
+    The scores are the head's own: ``s = scale * phi(q_t) . phi(k_s)`` after rotary positions, with
+    the clamp of its spec. The values are multiplied by its input gate, if it has one. The terms are
+    those of *exp's* series of these scores, whatever series and denominator the head itself uses
+    (Taylor, a single power, a length). The errors are those of Taylor attention of each order,
+    divided by its row sum, against the softmax of these scores.
 
-    Scores are computed in float32 (float64 for a float64 model), all that follows in float64.
-    Its sums resolve rows whose largest score is above about -16; a row far below has no order that
-    computes it, here or anywhere.
+    Scores are computed in float32 (float64 for a float64 model), everything after that in float64.
+    This is precise enough for rows whose largest score is above about -16. In a row far below that,
+    float64 cannot resolve the Taylor sum at any order.
 
     Args:
-        model: a model of this package; any with :class:`softmax_rnn.ops.layer.Attention` modules.
+        model: a model with :class:`softmax_rnn.ops.layer.Attention` modules.
         ids: token ids [N, T].
-        mask: [N, T], 0 where a token is padding, which is neither query nor key; ``None`` if none
-            is.
+        mask: [N, T], 0 where a token is padding, which is neither query nor key; ``None`` for no
+            padding.
         order: the highest power to report.
-        tolerance: the relative error that ``order_needed`` stays within.
-        max_order: the highest order to try (``order``, if that is higher).
+        tolerance: the relative error allowed for ``order_needed``.
+        max_order: the highest order to try; at least ``order`` is tried.
         progress: called with the share of the work that is done.
 
     Raises:
-        ValueError: invalid ids, mask or options, naming what is allowed; a model without such
-            attention.
-        FloatingPointError: a score that is not finite.
+        ValueError: for invalid ids, mask or options, or a model without these modules.
+        FloatingPointError: if a score is not finite.
     """
     layers = {name: part for name, part in model.named_modules() if isinstance(part, Attention)}
     if not layers:
         raise ValueError(
             f"The model is a {type(model).__name__} without this package's attention; "
-            "softmax_rnn.models.from_llama gives it to a Llama."
+            "softmax_rnn.models.from_llama converts a Llama."
         )
     ids, shown = _checked(ids, mask, model.config.vocab_size)
     for name, value in (("order", order), ("max_order", max_order)):
@@ -165,7 +165,7 @@ def analyze(
     pairs = int((lengths * (lengths + 1) // 2).sum())
     found = [LayerTerms(name, layer, order, max_order, pairs) for name, layer in layers.items()]
 
-    counted = 0  # layers, over all sequences
+    counted = 0  # calls of layers, over all sequences
 
     def visit(layer: LayerTerms) -> Callable[..., None]:
         def hook(_: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
@@ -185,7 +185,7 @@ def analyze(
             hook = layer.module.register_forward_pre_hook(visit(layer), with_kwargs=True)
             undo.callback(hook.remove)
         for index in range(len(ids)):
-            # One sequence at a time, and no logits: memory is that of one block's scores.
+            # One sequence at a time, and no logits, to limit memory.
             model.base_model(
                 input_ids=ids[index : index + 1].to(model.device),
                 attention_mask=shown[index : index + 1].to(model.device, torch.long),
@@ -207,14 +207,14 @@ def analyze(
 def analyze_checkpoint(
     path: Path, *, blocks: int = 16, corpus: str | None = None, **options: Any
 ) -> Analysis:
-    """As :func:`analyze`, of a saved model on the test split of its run's corpus.
+    """Apply :func:`analyze` to a saved model, on the test split of its run's corpus.
 
     Args:
-        path: a run's folder (its newest whole checkpoint is taken), a checkpoint in it, or a
-            saved model's folder.
-        blocks: test blocks to measure on, spread evenly over the split; all if it has fewer.
-        corpus: other text to measure on, as a run takes it; needed for a model outside a run.
-        options: of :func:`analyze`: ``order``, ``tolerance``, ``max_order``.
+        path: folder of a run (its newest intact checkpoint is used), of one of its checkpoints, or
+            of a saved model.
+        blocks: number of test blocks, spread evenly over the split; all if it has fewer.
+        corpus: another corpus to measure on; required for a model outside a run.
+        options: options of :func:`analyze`: ``order``, ``tolerance``, ``max_order``.
 
     Raises:
         FileNotFoundError: if there is no model in the folder.
@@ -226,7 +226,7 @@ def analyze_checkpoint(
     folder = model_folder(path)
     run = next((run for run in map(RunFolder, (path, folder.parent)) if run.exists), None)
     if run is None and corpus is None:
-        raise ValueError(f"{path} is no run's folder, so it names no corpus: name one.")
+        raise ValueError(f"{path} is not the folder of a run, so a corpus must be given.")
     model = load_trained(folder)
     if run is not None:
         config = run.config
@@ -243,15 +243,7 @@ def analyze_checkpoint(
 
 
 def write(analysis: Analysis, folder: Path) -> list[Path]:
-    """Write ``analysis_heads.csv``, ``analysis_powers.csv`` and ``analysis.json`` (the settings).
-
-    Args:
-        analysis: what to write.
-        folder: where to; it is made if it is not there.
-
-    Returns:
-        The paths.
-    """
+    """Write ``analysis_heads.csv``, ``analysis_powers.csv`` and ``analysis.json`` (settings)."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"analysis{end}" for end in ("_heads.csv", "_powers.csv", ".json")]
     write_text(paths[0], analysis.heads.to_csv(index=False))
@@ -263,7 +255,7 @@ def write(analysis: Analysis, folder: Path) -> list[Path]:
 
 
 def _checked(ids: Tensor, mask: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """The ids, and which of them are tokens, as booleans [N, T]."""
+    """The ids, and booleans [N, T] that are false at padding."""
     if ids.ndim != 2 or not ids.numel() or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(
             f"ids must be integers of shape [N, T], N and T at least 1, not {ids.dtype} of shape "
@@ -272,7 +264,7 @@ def _checked(ids: Tensor, mask: Tensor | None, vocab_size: int) -> tuple[Tensor,
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
-        raise ValueError(f"ids must lie in [0, {vocab_size - 1}], the model's; found {bad}.")
+        raise ValueError(f"ids must be in [0, {vocab_size - 1}] for this model; found {bad}.")
     if mask is None:
         return ids.long(), torch.ones_like(ids, dtype=torch.bool)
     if mask.shape != ids.shape:

@@ -1,4 +1,4 @@
-"""The shares of the powers, and the order that each head needs, as a figure."""
+"""A figure of an analysis: the shares of the powers, and the order that each head needs."""
 
 from __future__ import annotations
 
@@ -15,22 +15,13 @@ from softmax_rnn.analysis.analyze import Analysis
 from softmax_rnn.report.figure import save
 from softmax_rnn.report.style import LOOK
 
-_SHOWN = -6.0  # the figure's lowest log10 share
-_NAMED = 48  # heads that it has room to name
+_LOWEST = -6.0  # the lowest log10 share with a colour of its own
+_MAX_LABELS = 48  # with more heads, only layers are labelled
 _BLUE, _VERMILION = "#0072B2", "#D55E00"
 
 
 def draw(analysis: Analysis, folder: Path, *, title: str = "") -> list[Path]:
-    """Write ``analysis.png`` and ``analysis.svg``: shares of the powers, orders needed.
-
-    Args:
-        analysis: what to draw.
-        folder: where to; it is made if it is not there.
-        title: over the figure: which model this is.
-
-    Returns:
-        The paths.
-    """
+    """Write ``analysis.png`` and ``analysis.svg`` into ``folder``; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = len(analysis.heads)
     with mpl.rc_context(LOOK):
@@ -48,7 +39,7 @@ def _draw_shares(figure: Figure, axes: Sequence[Axes], analysis: Analysis) -> No
     """The heat maps: one row per head, one column per power."""
     layers = analysis.heads["layer"].to_numpy()
     firsts = np.flatnonzero(np.diff(layers, prepend=-1))
-    with np.errstate(divide="ignore"):  # a head without a power
+    with np.errstate(divide="ignore"):  # a share may be 0
         pair_shares = np.log10(analysis.powers["pair_share"].to_numpy())
     drawn = {
         "Share of a power: sums over pairs": analysis.powers["log10_share"].to_numpy(),
@@ -56,21 +47,22 @@ def _draw_shares(figure: Figure, axes: Sequence[Axes], analysis: Analysis) -> No
     }
     largest = analysis.heads["max_score"].max()
     for ax, (title, shares) in zip(axes, drawn.items(), strict=True):
-        if shares.max() < _SHOWN:  # a map of one colour would look broken
+        if shares.max() < _LOWEST:  # the map would have a single colour
             shares = np.full_like(shares, np.nan)
             words = (
-                f"Not drawn: every share up to\npower {analysis.order} is below 1e{_SHOWN:g}. "
+                f"Not drawn: every share up to\npower {analysis.order} is below 1e{_LOWEST:g}. "
                 f"The largest\nterms of a score of {largest:,.0f} are\nnear power {largest:,.0f}."
             )
             ax.text(0.5, 0.5, words, transform=ax.transAxes, ha="center", va="center")
         image = ax.imshow(
-            np.maximum(shares, 2 * _SHOWN).reshape(len(layers), -1),
+            np.maximum(shares, 2 * _LOWEST).reshape(len(layers), -1),
             aspect="auto",
             cmap="cividis",
-            vmin=_SHOWN,
+            vmin=_LOWEST,
             vmax=0,
             interpolation="nearest",
         )
+        ax.grid(False)
         ax.set_title(title)
         ax.set_xlabel("power n: |s|ⁿ/n! in exp(|s|)")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
@@ -78,8 +70,7 @@ def _draw_shares(figure: Figure, axes: Sequence[Axes], analysis: Analysis) -> No
             ax.axhline(first - 0.5, color="white", linewidth=1.5)
     bar = figure.colorbar(image, ax=axes[0], extend="min", location="left", fraction=0.07)
     bar.set_label("log10 of the share")
-    # Single heads are named while there is room for it.
-    every = len(layers) <= _NAMED
+    every = len(layers) <= _MAX_LABELS
     ticks = np.arange(len(layers)) if every else firsts
     names = zip(layers[ticks], analysis.heads["head"].to_numpy()[ticks], strict=True)
     axes[0].set_yticks(ticks, [f"{layer}.{head}" if every else f"{layer}" for layer, head in names])
@@ -87,16 +78,18 @@ def _draw_shares(figure: Figure, axes: Sequence[Axes], analysis: Analysis) -> No
 
 
 def _draw_orders(ax: Axes, analysis: Analysis) -> None:
-    """The order that each head needs on this text, and the one that the bound asks for."""
+    """The order that each head needs on this text, and the order by the remainder bound."""
     heads = analysis.heads
     rows = np.arange(len(heads))
     needed = heads["order_needed"].to_numpy(dtype=float, na_value=np.nan)
     bound = heads["order_bound"].to_numpy(dtype=float, na_value=np.nan)
-    size = 30 if len(rows) <= _NAMED else 10
+    size = 30 if len(rows) <= _MAX_LABELS else 10
     ax.hlines(rows, needed, bound, color="0.7", linewidth=1, zorder=1)
     ax.scatter(needed, rows, size, color=_BLUE, label="needed on this text", zorder=3)
     ax.scatter(
-        *(bound, rows, size),
+        bound,
+        rows,
+        size,
         marker="D",
         facecolor="white",
         edgecolor=_VERMILION,
@@ -113,6 +106,3 @@ def _draw_orders(ax: Axes, analysis: Analysis) -> None:
     ax.set_xlim(left=0)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.tick_params(labelleft=True)
-    ax.grid(alpha=0.3, linewidth=0.5)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)

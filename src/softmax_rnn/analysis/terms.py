@@ -1,4 +1,4 @@
-"""What one layer's heads make of every power of their scores, row by row."""
+"""The terms of exp's series in the heads of one layer, summed over rows."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from softmax_rnn.ops.series import MAX_RADIUS, order_for
 from softmax_rnn.ops.spec import AttentionSpec
 
 PERCENTILE = 99
-_LEAST_SUM = 1e-6  # what a partial sum that crosses zero is taken for
-_ROWS, _SCORES = 128, 2**19  # per step, at most: queries, and scores of all heads
-_NEGLIGIBLE = 1e-17  # of a row's weight sum: a float64 sum does not move any more
+_MIN_SUM = 1e-6  # smallest magnitude of a row sum that can cross zero
+_ROWS, _SCORES = 128, 2**19  # limits per step: queries, and scores of all heads
+_NEGLIGIBLE = 1e-17  # relative to a row's weight sum; adding it does not change a float64 sum
 
 
 class LayerTerms:
-    """The sums of one layer, over all sequences; logarithms where a sum could overflow."""
+    """The sums of one layer over all sequences; kept as logarithms if they could overflow."""
 
     def __init__(self, name: str, module: Attention, order: int, max_order: int, pairs: int):
         self.name, self.module, self.order, self.max_order = name, module, order, max_order
-        self.pairs = pairs  # that a head will see in all
-        # Enough of the largest |s| to hold the percentile and its neighbour.
+        self.pairs = pairs  # visible pairs of a head, over all sequences
+        # How many of the largest |s| to keep: up to the two between which the percentile is.
         self.kept = pairs - math.floor(PERCENTILE / 100 * (pairs - 1))
         heads = module.q_proj.out_features // module.head_dim
         zeros = module.q_proj.weight.new_zeros((heads, max_order + 1), dtype=torch.float64)
@@ -40,7 +40,7 @@ class LayerTerms:
         self.largest = zeros[:, :0]
 
     def add(self, hidden: Tensor, positions: tuple[Tensor, Tensor] | None, shown: Tensor) -> None:
-        """Count one sequence: what the layer is called with [1, T, hidden], and its tokens [T]."""
+        """Add a sequence: the layer's inputs [1, T, hidden]; ``shown`` [T] is false at padding."""
         spec = self.module.spec
         q, k, v = (x[0, :, shown] for x in self.module.project(hidden, positions))
         groups = len(q) // len(k)
@@ -63,30 +63,30 @@ class LayerTerms:
             self._add_rows(scores.double(), values[:, :stop], hidden_keys)
 
     def _add_rows(self, s: Tensor, values: Tensor, hidden: Tensor) -> None:
-        """Count scores [H, R, S] with values [H, S, E + 1], where ``hidden`` [R, S] is not set."""
+        """Add scores [H, R, S] with values [H, S, E + 1], where ``hidden`` [R, S] is false."""
         peak = s.masked_fill(hidden, -math.inf).amax(-1)  # [H, R]
         exact = (s - peak[..., None]).exp_().masked_fill_(hidden, 0) @ values
         s = s.masked_fill_(hidden, 0)
         size = s.abs()
         self.sum += s.sum((1, 2))
-        seen = size.masked_fill(hidden, -1.0).flatten(1)  # a hidden pair is smaller than any
-        seen = torch.cat([self.largest, seen], 1)
-        self.largest, _ = seen.topk(min(self.kept, seen.shape[1]), dim=1)
+        sizes = size.masked_fill(hidden, -1.0).flatten(1)  # -1: below every visible pair
+        sizes = torch.cat([self.largest, sizes], 1)
+        self.largest, _ = sizes.topk(min(self.kept, sizes.shape[1]), dim=1)
 
         radius = size.amax(-1)
         total = (size - radius[..., None]).exp_().masked_fill_(hidden, 0).sum(-1).log() + radius
         self.log_total = torch.logaddexp(self.log_total, total.logsumexp(1))
 
-        # From here on in units of exp(unit) a row, so that no term overflows.
+        # From here on each row is divided by exp(unit), so that no term overflows.
         unit = radius.clamp(max=MAX_RADIUS)
         term = (-unit).exp()[..., None].expand_as(s).masked_fill(hidden, 0)
-        tiny = torch.finfo(s.dtype).tiny  # a row of zeros stays one, with the error 0
-        own = (unit[..., None] - size).exp_()  # one over exp(|s|)
+        tiny = torch.finfo(s.dtype).tiny  # no division by zero: a row of zeros has the error 0
+        inverse = (unit[..., None] - size).exp_()  # 1 / exp(|s|), in the row's unit
         log_exact = exact[..., :-1].norm(dim=-1).clamp(min=tiny).log() + peak - unit
         weight = exact[..., -1] * (peak - unit).exp()
         out = exact[..., :-1] / exact[..., -1:]
         out_size = out.norm(dim=-1).clamp(min=tiny)
-        guard = _LEAST_SUM * (-unit).exp()
+        guard = _MIN_SUM * (-unit).exp()
         partial = torch.zeros_like(exact)
         largest, settled = float(radius.max()), False
         for n in range(self.max_order + 1):
@@ -96,7 +96,7 @@ class LayerTerms:
             partial += sums
             magnitude = torch.linalg.vector_norm(term, 1, -1)
             if n <= self.order:
-                self.pair_shares[:, n] += (term * own).abs_().sum((1, 2))
+                self.pair_shares[:, n] += (term * inverse).abs_().sum((1, 2))
                 terms = (magnitude.log() + unit).logsumexp(1)
                 self.log_terms[:, n] = torch.logaddexp(self.log_terms[:, n], terms)
                 ratios = (sums[..., :-1].norm(dim=-1).log() - log_exact).logsumexp(1)
@@ -106,15 +106,16 @@ class LayerTerms:
             if settled:
                 self.errors[:, n::2] += mean[:, None]
                 return
-            # Past the largest score terms only shrink: when they are negligible, one more order
-            # is computed (the guard of the row sum is of odd orders alone) and stands for the rest.
+            # Beyond the largest score, terms only shrink. Once they are negligible, errors depend
+            # only on whether the order is odd (then the row sum is guarded). So this order's error
+            # is used for all later orders of its parity, and that of the next one for the others.
             settled = n >= max(self.order, largest) and bool(
                 (magnitude <= _NEGLIGIBLE * weight).all()
             )
             self.errors[:, n :: 2 if settled else self.max_order + 1] += mean[:, None]
 
     def _row_sum(self, total: Tensor, guard: Tensor, order: int) -> Tensor:
-        """The denominator of Taylor attention of an order, kept from zero as ``attention`` does."""
+        """The denominator of Taylor attention, kept away from zero as in ``attention``."""
         spec = self.module.spec
         taylor = AttentionSpec(
             spec.feature_map, "taylor", order, clamp=spec.clamp, scale=spec.scale
@@ -132,11 +133,9 @@ class LayerTerms:
         within = errors <= tolerance
         needed = [int(row.argmax()) if row.any() else None for row in within]
         top = self.largest.cpu().numpy()
-        # The value at a place between two, counted from the smallest, as numpy has it.
-        place = PERCENTILE / 100 * (self.pairs - 1)
-        below = math.floor(place)
-        lower = top[:, self.pairs - 1 - below]
-        upper = top[:, max(self.pairs - 2 - below, 0)]
+        # The percentile is between the two smallest |s| that were kept.
+        fraction = PERCENTILE / 100 * (self.pairs - 1) % 1
+        lower, upper = top[:, -1], top[:, max(self.kept - 2, 0)]
         log_share = (self.log_terms - self.log_total[:, None]).cpu().numpy()
         bounds = [order_for(tolerance, r) if r <= MAX_RADIUS else None for r in top[:, 0].tolist()]
         by_head = pd.DataFrame(
@@ -144,7 +143,7 @@ class LayerTerms:
                 "layer": layer,
                 "head": range(heads),
                 "max_score": top[:, 0],
-                "p99_score": lower + (place - below) * (upper - lower),
+                "p99_score": lower + fraction * (upper - lower),
                 "mean_score": (self.sum / self.pairs).cpu().numpy(),
                 "order_needed": pd.array(needed, dtype="Int64"),
                 "order_bound": pd.array(bounds, dtype="Int64"),

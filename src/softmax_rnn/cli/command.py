@@ -1,4 +1,4 @@
-"""What the commands share: their description, common options, and printing."""
+"""Shared by the commands: how one is described, common options, and printing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class Command(NamedTuple):
 
     Attributes:
         help: one line for the list of commands.
-        options: adds its options to a parser, given the defaults of a run.
-        run: does it; returns the exit code. It imports what it needs: the parser must stay fast.
-        about: its description; ``help`` unless given.
+        options: adds its options to a parser; takes the default settings of a run.
+        run: executes it and returns the exit code. It imports what it needs when it is called, so
+            that parsing stays fast.
+        about: its description; by default ``help`` as a sentence.
         epilog: printed below its options.
-        extra: the optional dependencies that it needs.
+        extra: the optional dependency group that it needs.
     """
 
     help: str
@@ -36,27 +37,29 @@ class Command(NamedTuple):
 
 
 def add_preset(parser: ArgumentParser) -> None:
-    """``--preset``, whose fields are the defaults of all other options."""
+    """Add ``--preset``, whose fields are the defaults of all other options."""
     parser.add_argument("--preset", type=str, default="demo", help=f"one of {', '.join(PRESETS)}")
 
 
 def add_config(parser: ArgumentParser, defaults: dict[str, Any], skip: set[str]) -> None:
-    """The fields of a run's configuration, less those of ``skip``, and a file for them."""
-    parser.add_argument("--config", action="config", help="YAML file with options below")
+    """Add ``--config``, ``--preset`` and an option per field of a run, except those in ``skip``."""
+    parser.add_argument("--config", action="config", help="YAML file with the options below")
     add_preset(parser)
     parser.add_class_arguments(RunConfig, skip=skip)
     parser.set_defaults({key: value for key, value in defaults.items() if key not in skip})
 
 
 def run_config(parsed: Namespace) -> RunConfig:
-    """The configuration that the options of :func:`add_config` give."""
+    """The run's configuration from the options that :func:`add_config` added."""
     given = vars(parsed)
     return RunConfig.from_dict({key: given[key] for key in RunConfig().to_dict() if key in given})
 
 
 def add_stop_after(parser: ArgumentParser) -> None:
-    """``--stop-after``."""
-    parser.add_argument("--stop_after", type=str, help="save and stop after, say, 1h50m or 90s")
+    """Add ``--stop-after``."""
+    parser.add_argument(
+        "--stop_after", type=str, help="save and stop after this time, for example 1h50m or 90s"
+    )
 
 
 def stop_after(parsed: Namespace) -> float | None:
@@ -65,7 +68,7 @@ def stop_after(parsed: Namespace) -> float | None:
 
 
 def show(table: RenderableType) -> None:
-    """Print a table whole: on a narrow terminal lines wrap, and no number is cut off."""
+    """Print a table uncut: on a narrow terminal its lines wrap."""
     from rich.console import Console
     from rich.measure import Measurement
 
@@ -75,12 +78,12 @@ def show(table: RenderableType) -> None:
 
 
 def show_paths(paths: Iterable[Path]) -> None:
-    """Print the files that were written."""
+    """Print the paths of files that were written."""
     for path in paths:
         print(f"  {path}")
 
 
-def report_on(runs: Sequence[Any], root: Path) -> None:
+def write_report(runs: Sequence[Any], root: Path) -> None:
     """Write the report of finished runs into ``root``, and print its table."""
     from softmax_rnn.report.outputs import report
     from softmax_rnn.report.table import rich_table

@@ -1,10 +1,10 @@
-"""Which optional dependencies (extra) a missing package belongs to."""
+"""Which optional dependency group (extra) a missing package belongs to."""
 
 from __future__ import annotations
 
 from softmax_rnn._utils.errors import missing_extra
 
-# By the name that is imported. The extra of a command brings those of "train" and "report".
+# Import name -> extra. Every command's own extra includes the packages of "train".
 EXTRAS = {
     **dict.fromkeys(("safetensors", "transformers"), "train"),
     **dict.fromkeys(("accelerate", "datasets", "filelock", "fsspec", "huggingface_hub"), "train"),
@@ -18,12 +18,12 @@ EXTRAS = {
 
 
 def install_hint(error: ModuleNotFoundError, command: str, needs: str) -> str | None:
-    """What to install for a package that a command lacks; ``None`` if it is none of an extra.
+    """What to install for a missing package; ``None`` if no extra contains it.
 
     Args:
-        error: what the import raised.
+        error: the error of the import.
         command: the command, for the message.
-        needs: the extra of the command, which brings ``train``.
+        needs: the command's own extra, which includes ``train``.
     """
     extra = EXTRAS.get((error.name or "").partition(".")[0])
     if extra is None:

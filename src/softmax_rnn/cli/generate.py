@@ -1,4 +1,4 @@
-"""Text from a trained model, as it comes, and what its cache costs."""
+"""Generate text with a trained model, and report the size of its cache."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from softmax_rnn.training.checkpoint import load_trained, model_folder
 
 @dataclass(frozen=True)
 class Generation:
-    """What was generated, and with what.
+    """Generated text and the cache that was used.
 
     Attributes:
         text: the new text, without the prompt.
-        tokens: number of tokens seen, prompt and new.
+        tokens: number of tokens of the prompt and the new text.
         cache: ``recurrent``, ``key-value`` or ``none``.
-        recurrent_bytes: size of a recurrent cache; ``None`` for a spec that has none.
+        recurrent_bytes: size of a recurrent cache; ``None`` if the attention has no recurrent form.
         key_value_bytes: size of a key/value cache after ``tokens`` tokens.
-        smaller_from: tokens from which the recurrent cache is the smaller; ``None`` as above.
+        smaller_from: number of tokens from which the recurrent cache is smaller than the key/value
+            cache; ``None`` if the attention has no recurrent form.
     """
 
     text: str
@@ -39,13 +40,13 @@ class Generation:
     smaller_from: int | None
 
     def __str__(self) -> str:
-        """The cache used and both sizes, in a line."""
+        """The cache used and both sizes, in one line."""
         sizes = f"key/value cache {decimal(self.key_value_bytes)} after {self.tokens} tokens"
         if self.recurrent_bytes is None:
             return f"cache: {self.cache}; {sizes}; this attention has no recurrent form"
         return (
             f"cache: {self.cache}; recurrent cache {decimal(self.recurrent_bytes)} at any length, "
-            f"{sizes}; the recurrent one is smaller from {self.smaller_from:,} tokens"
+            f"{sizes}; the recurrent cache is smaller from {self.smaller_from:,} tokens on"
         )
 
 
@@ -63,27 +64,27 @@ def generate(
     """Continue a prompt.
 
     Args:
-        checkpoint: a run's folder (its newest whole checkpoint is taken), or a saved model's.
+        checkpoint: folder of a run (its newest intact checkpoint is used) or of a saved model.
         prompt: the text to continue; it must give at least one token.
-        max_new_tokens: at most this many; the end-of-text token stops earlier.
-        temperature: of sampling; 0 takes the likeliest token.
+        max_new_tokens: generate at most this many tokens; an end-of-text token stops earlier.
+        temperature: sampling temperature; 0 always chooses the likeliest token.
         top_k: sample among this many likeliest tokens only.
-        seed: of sampling.
-        cache: ``auto`` (recurrent for a finite series, unless its states outweigh the model),
-            ``recurrent``, ``key-value`` or ``none``.
-        streamed: whether to print the text as it comes.
+        seed: random seed of sampling.
+        cache: ``auto`` (recurrent for a finite series, unless its states are larger than the
+            model), ``recurrent``, ``key-value`` or ``none``.
+        streamed: whether to print the text while it is generated.
 
     Raises:
         FileNotFoundError: if there is no model in the folder.
-        ValueError: for an option outside its range, a recurrent cache for an attention that has
-            none, or a damaged checkpoint.
+        ValueError: for an option outside its range, a recurrent cache for an attention without a
+            recurrent form, or a damaged checkpoint.
     """
     require_choice("cache", cache, CACHES)
     if temperature < 0:
         raise ValueError(f"temperature must be >= 0, not {temperature!r}.")
     if top_k is not None and (top_k < 1 or not temperature):
         raise ValueError(
-            f"top_k={top_k!r} must be at least 1, and it takes a temperature above 0 (here "
+            f"top_k={top_k!r} must be at least 1, and needs a temperature above 0 (given: "
             f"{temperature!r})."
         )
     if max_new_tokens < 1:
@@ -92,12 +93,14 @@ def generate(
     model = load_trained(folder).eval()
     tokenizer = load_tokenizer(str(folder), local=True)
     if not isinstance(model, SoftmaxRNNForCausalLM):
-        raise ValueError(f"{folder} holds a {type(model).__name__}, not one of this package.")
-    # As in training, where documents begin with their text alone.
+        raise ValueError(
+            f"{folder} contains a {type(model).__name__}, not a model of this package."
+        )
+    # No special tokens, as in training: a document starts with its text.
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     if not inputs["input_ids"].shape[1]:
-        raise ValueError(f"The prompt {prompt!r} gives no token; start with some text.")
-    used = _cache(model, cache)
+        raise ValueError(f"The prompt {prompt!r} gives no token; give some text.")
+    used = _new_cache(model, cache)
     options: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": top_k or 0}
@@ -125,7 +128,7 @@ def generate(
     )
 
 
-def _cache(model: SoftmaxRNNForCausalLM, name: str) -> Cache | None:
+def _new_cache(model: SoftmaxRNNForCausalLM, name: str) -> Cache | None:
     if name == "auto":
         return model.new_cache()
     if name == "recurrent":

@@ -1,4 +1,4 @@
-"""The command line: parse, run, and an exit code for every way to end."""
+"""Parse the command line, run the command, and turn its result into an exit code."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from softmax_rnn.training.stopping import RunStopped, StopRequest
 
 
 def process() -> NoReturn:
-    """The command of this process, which ends with its exit code."""
+    """Run the command line of this process, and end the process with its exit code."""
     StopRequest.ends_process = True
     code = main()
     if code == ExitCode.STOPPED or int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        # An interpreter that ends handles no signals, so that one more would decide the exit code;
-        # and a thread of gloo that frees a tensor meanwhile would abort it.
+        # End without the interpreter's shutdown. During it a second signal would replace the exit
+        # code, and a gloo thread that frees a tensor would abort the process.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -34,7 +34,7 @@ def process() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its :class:`ExitCode`."""
     if not faulthandler.is_enabled():
-        faulthandler.enable()  # a mapped file that is cut short ends the process with SIGBUS
+        faulthandler.enable()  # truncating a memory-mapped file ends the process with SIGBUS
     words = list(sys.argv[1:] if arguments is None else arguments)
     name, extra = "softmax-rnn", "train"
     try:
@@ -50,12 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         return _failed(ExitCode.WRONG_INPUT, error)
     except OSError as error:
-        users = error.errno in UNUSABLE
-        return _failed(ExitCode.WRONG_INPUT if users else ExitCode.FAILED, error)
+        wrong_path = error.errno in UNUSABLE
+        return _failed(ExitCode.WRONG_INPUT if wrong_path else ExitCode.FAILED, error)
     except (OverflowError, FloatingPointError, MemoryError, OutOfMemoryError) as error:
         return _failed(ExitCode.FAILED, f"{type(error).__name__}: {error}")
     except (ArithmeticError, RuntimeError) as error:
-        if not _is_told(error):
+        if not _is_expected(error):
             raise
         return _failed(ExitCode.FAILED, error)
     except RunStopped as stopped:
@@ -64,14 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _stopped(ExitCode.INTERRUPTED, "stopped", words, stopped)
 
 
-def _is_told(error: Exception) -> bool:
-    """Whether a message is enough; any other error is a fault of the program."""
+def _is_expected(error: Exception) -> bool:
+    """Whether the message is enough; any other error is a bug and needs its traceback."""
     from softmax_rnn.experiments.scheduler import RunsFailedError
     from softmax_rnn.training import NonFiniteError
 
-    # torch has no class for memory that the CPU lacks.
-    expected = isinstance(error, NonFiniteError | RunsFailedError)
-    return expected or "can't allocate memory" in str(error)
+    if isinstance(error, NonFiniteError | RunsFailedError):
+        return True
+    return "can't allocate memory" in str(error)  # torch has no error class for this on a CPU
 
 
 def _failed(code: ExitCode, message: object) -> int:
@@ -82,7 +82,7 @@ def _failed(code: ExitCode, message: object) -> int:
 def _stopped(code: ExitCode, message: str, words: Sequence[str], stopped: BaseException) -> int:
     resume = " with --resume" if words[0] == "train" and "--resume" not in words else ""
     what_next = f"rerun the same command{resume} to resume"
-    if notes := getattr(stopped, "__notes__", None):  # of a corpus that was being prepared
-        what_next = f"{'; '.join(notes)}: rerun the same command to prepare it anew"
+    if notes := getattr(stopped, "__notes__", None):  # a corpus was being prepared
+        what_next = f"{'; '.join(notes)}: rerun the same command to start again"
     print(f"{message}; {what_next}", file=sys.stderr)
     return code

@@ -1,4 +1,4 @@
-"""The parser of the command line. It imports nothing slow: every command imports what it runs."""
+"""The command-line parser. It imports nothing slow: a command imports what it runs when called."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ COMMANDS = {**run_commands.COMMANDS, **result_commands.COMMANDS}
 
 
 class _Parser(ArgumentParser):
-    """Names an error in one line, with the nearest option; shows hyphens in options."""
+    """Reports an error in one line with the nearest option, and shows options with hyphens."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the message, the nearest name to a mistyped one, and exit with 2."""
+        """Print the message and the name nearest to a mistyped one; exit with code 2."""
         known = {name.lstrip("-"): name for name in self._names()}
         for word in re.findall(r"[\w-]+", message):
             if word in known or word in known.values():
@@ -38,11 +38,11 @@ class _Parser(ArgumentParser):
         raise SystemExit(2)
 
     def format_help(self) -> str:
-        """The help; options are parsed with underscores."""
+        """The help text with hyphens; options are parsed with underscores."""
         return _hyphens(super().format_help())
 
     def _names(self) -> list[str]:
-        """The options and subcommands, those of the subcommands included."""
+        """All option and subcommand names, including the options of subcommands."""
         names: list[str] = []
         for action in self._actions:
             names += action.option_strings
@@ -53,11 +53,11 @@ class _Parser(ArgumentParser):
 
 
 def parse(words: Sequence[str]) -> tuple[str, Namespace]:
-    """The command and its options; exits after ``--help``, ``--version`` or a mistake."""
+    """The command and its options; exits after ``--help``, ``--version`` or an error."""
     words = [_underscores(word) for word in words]
     parser = _Parser(
         prog="softmax-rnn",
-        description="Softmax attention as a sum of RNNs: train, compare and understand variants.",
+        description="Softmax attention as a sum of RNNs: train, compare and analyse variants.",
         version=__version__,
         allow_abbrev=False,
         epilog=f"Exit codes: {'; '.join(f'{code} {about}' for code, about in EXIT_CODES.items())}.",
@@ -66,7 +66,7 @@ def parse(words: Sequence[str]) -> tuple[str, Namespace]:
     for name, command in COMMANDS.items():
         about = command.about or f"{command.help[0].upper()}{command.help[1:]}."
         options = _Parser(description=about, epilog=command.epilog or None, allow_abbrev=False)
-        if name in words:  # the options of the others are not asked for
+        if name in words:  # building the options of all commands would be slow
             command.options(options, _preset(words))
         commands.add_subcommand(name, options, help=command.help)
     parsed = parser.parse_args(words)
@@ -74,18 +74,18 @@ def parse(words: Sequence[str]) -> tuple[str, Namespace]:
 
 
 def _hyphens(text: str) -> str:
-    """``--block-size`` for ``--block_size``, all over a text."""
+    """Write every ``--block_size`` in a text as ``--block-size``."""
     return re.sub(r"(?<![\w-])--\w+", lambda option: option[0].replace("_", "-"), text)
 
 
 def _underscores(word: str) -> str:
-    """``--block_size`` for ``--block-size``; a value after ``=`` stays as it is."""
+    """Write ``--block-size`` as ``--block_size``; a value after ``=`` is unchanged."""
     name, equals, value = word.partition("=")
     return "--" + name[2:].replace("-", "_") + equals + value if word.startswith("--") else word
 
 
 def _preset(words: Sequence[str]) -> dict[str, Any]:
-    """The defaults of ``--preset``, or of ``preset`` in a ``--config``; other options override."""
+    """The fields of the preset that ``--preset``, or else ``preset`` in a ``--config``, names."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", nargs="?")
     parser.add_argument("--config", nargs="?", action="append", default=[])
@@ -97,14 +97,11 @@ def _preset(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _preset_of(path: str | None) -> str | None:
-    """The ``preset`` of a YAML file; a missing file is an error of the parser.
-
-    Raises:
-        ValueError: for a file with aliases, which jsonargparse would expand without an end.
-    """
+    """The ``preset`` that a YAML file names; ``ValueError`` if the file is invalid."""
     file = Path(path or "")
     if not file.is_file():
-        return None
+        return None  # the parser reports a missing file
+    # This refuses aliases, which jsonargparse would expand without limit.
     data = parse_yaml(file.read_bytes(), file)
     name = data.get("preset") if isinstance(data, dict) else None
     return None if name is None else str(name)

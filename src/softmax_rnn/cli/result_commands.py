@@ -1,4 +1,4 @@
-"""The commands that read what runs have left: claims, report, generate, analyze; and variants."""
+"""The commands that read finished runs (claims, report, generate, analyze), and ``variants``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from softmax_rnn._utils.files import require_writable, write_json
-from softmax_rnn.cli.command import Command, report_on, show, show_paths
+from softmax_rnn.cli.command import Command, show, show_paths, write_report
 from softmax_rnn.experiments.scales import SCALES
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.variants import ALIASES, FAMILIES, variants
@@ -29,7 +29,7 @@ def _claims(parsed: Namespace) -> int:
     found = finished_runs(parsed.scale, root)
     if not found:
         raise ValueError(
-            f"No finished run of scale {parsed.scale!r} in {root}: make some with softmax-rnn "
+            f"No finished run of scale {parsed.scale!r} in {root}: start with softmax-rnn "
             f"reproduce figure4 --scale {parsed.scale} --out {root}."
         )
     verdicts = judge(found)
@@ -41,24 +41,26 @@ def _claims(parsed: Namespace) -> int:
 
 
 def _report_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
-    parser.add_argument("runs", type=str, help="folder with runs")
+    parser.add_argument("runs", type=str, help="folder that contains the runs")
 
 
 def _report(parsed: Namespace) -> int:
     from softmax_rnn.report.outputs import find_runs
 
     root = Path(parsed.runs)
-    report_on(find_runs(root), root)
+    write_report(find_runs(root), root)
     return 0
 
 
 def _generate_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
     parser.add_argument("checkpoint", type=str, help="folder of a run or of a saved model")
     parser.add_argument("--prompt", type=str, required=True, help="the text to continue")
-    parser.add_argument("--max_new_tokens", type=int, default=200, help="at most this many")
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=200, help="generate at most this many"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
     parser.add_argument("--top_k", type=int, help="sample among this many likeliest tokens")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of sampling")
     parser.add_argument("--cache", type=str, default="auto", help=f"one of {', '.join(CACHES)}")
 
 
@@ -76,10 +78,12 @@ def _generate(parsed: Namespace) -> int:
 def _analyze_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
     parser.add_argument("checkpoint", type=str, help="folder of a run or of a saved model")
     parser.add_argument("--corpus", type=str, help="text to measure on (default: the run's own)")
-    parser.add_argument("--blocks", type=int, default=16, help="test blocks to measure on")
+    parser.add_argument(
+        "--blocks", type=int, default=16, help="number of test blocks to measure on"
+    )
     parser.add_argument("--order", type=int, default=10, help="highest power to show")
     parser.add_argument(
-        "--tolerance", type=float, default=1e-2, help="of an output's relative error"
+        "--tolerance", type=float, default=1e-2, help="allowed relative error of the output"
     )
     parser.add_argument("--out", type=str, help="folder to write to (default: the checkpoint's)")
 
@@ -92,7 +96,7 @@ def _analyze(parsed: Namespace) -> int:
 
     checkpoint = Path(parsed.checkpoint)
     folder = Path(parsed.out or checkpoint)
-    require_writable(folder)  # before the work
+    require_writable(folder)  # fail before the work, not after it
     disable_progress_bar()
     options = {name: parsed[name] for name in ("blocks", "order", "tolerance", "corpus")}
     found = analyze_checkpoint(checkpoint, **options)
@@ -112,11 +116,10 @@ def _variants(_: Namespace) -> int:
         fields = ", ".join(f"{key}={value}" for key, value in changed.items())
         shown = f"{name}:{spec.order}" if name in FAMILIES else name
         rows.append([shown, aliases.get(name, ""), fields or "the defaults"])
-    header = ("variant", "also named", "fields that are not the defaults")
-    table = terminal_table(header, rows, left=header)
-    show(table)
+    header = ("variant", "also named", "fields that differ from the defaults")
+    show(terminal_table(header, rows, left=header))
     print("Defaults: " + ", ".join(f"{key}={value}" for key, value in plain.items()))
-    print(f"{', '.join(FAMILIES)} take any order, as in taylor:4; without one it is 2.")
+    print(f"{', '.join(FAMILIES)} take any order, as in taylor:4; the default order is 2.")
     return 0
 
 
@@ -125,25 +128,28 @@ COMMANDS = {
         "a verdict on every claim of the paper",
         _claims_options,
         _claims,
-        about="A verdict on each of the paper's eleven claims, from the finished runs.",
+        about="Give a verdict on each of the paper's eleven claims, from the finished runs.",
         extra="report",
     ),
     "report": Command(
-        "table, figure and page of finished runs", _report_options, _report, extra="report"
+        "write table, figure and HTML page of finished runs",
+        _report_options,
+        _report,
+        extra="report",
     ),
     "generate": Command(
         "continue a prompt with a trained model",
         _generate_options,
         _generate,
-        about="Continue a prompt, print the text as it is generated, and say which cache was used "
-        "and its size.",
+        about="Continue a prompt, print the text while it is generated, then the cache that was "
+        "used and its size.",
     ),
     "analyze": Command(
-        "the powers that a trained model's heads use",
+        "measure which powers a trained model's heads use",
         _analyze_options,
         _analyze,
-        about="Measure how large each power's term is in every head on real text, and the order "
-        "that a head needs to approximate softmax to a tolerance.",
+        about="Measure on real text how large each power's term is in every head, and which order "
+        "a head needs to approximate softmax within a tolerance.",
         extra="report",
     ),
     "variants": Command("list the variants", lambda parser, defaults: None, _variants),

@@ -1,4 +1,4 @@
-"""The commands that make runs: train, prepare, compare, reproduce."""
+"""The commands that train or prepare: train, prepare, compare, reproduce."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from softmax_rnn.cli.command import (
     add_config,
     add_preset,
     add_stop_after,
-    report_on,
     run_config,
     show,
     show_paths,
     stop_after,
+    write_report,
 )
 from softmax_rnn.experiments.costs import GPUS
 from softmax_rnn.experiments.figures import FIGURES
@@ -48,7 +48,7 @@ def _train(parsed: Namespace) -> int:
     folder = train(
         run_config(parsed), Path(parsed.out), resume=parsed.resume, stop_after=stop_after(parsed)
     )
-    if os.environ.get("RANK", "0") == "0":  # one process of a run speaks for all
+    if os.environ.get("RANK", "0") == "0":  # one process of a run prints for all
         summary = folder.summary
         print(
             f"{folder.path}: {summary['steps']} steps, train loss {summary['train_loss']:.4f}, "
@@ -57,7 +57,7 @@ def _train(parsed: Namespace) -> int:
     return 0
 
 
-# The settings of a run that its prepared corpus depends on.
+# The settings that a prepared corpus depends on.
 _CORPUS_FIELDS: dict[str, Any] = {
     "tokenizer": str,
     "end_of_text": str | None,
@@ -74,9 +74,9 @@ def _prepare_options(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
     for name, kind in _CORPUS_FIELDS.items():
         parser.add_argument(f"--{name}", type=kind, default=defaults[name])
     parser.add_argument(
-        "--workers", type=int, help="threads that tokenise (default, and most: one per core)"
+        "--workers", type=int, help="threads that tokenise (default and maximum: one per core)"
     )
-    parser.add_argument("--verify", action="store_true", help="check every shard by its hash")
+    parser.add_argument("--verify", action="store_true", help="check the hash of every shard")
 
 
 def _prepare(parsed: Namespace) -> int:
@@ -100,9 +100,12 @@ def _compare_options(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
         nargs="*",
         default=list(_DEMO),
         metavar="VARIANT | NAME=VARIANT | NAME=FILE.yaml",
-        help="what to train: variants, or your own attentions as fields of an AttentionSpec",
+        help="what to train: variants, or your own attentions as YAML files with fields of "
+        "AttentionSpec",
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run each")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], help="one run per variant and seed"
+    )
     parser.add_argument("--out", type=str, default="runs/compare", help="folder of the runs")
     _add_scheduling(parser)
     add_config(parser, defaults, skip={"attention", "seed"})
@@ -115,18 +118,20 @@ def _compare(parsed: Namespace) -> int:
     runs = compare_configs(parsed.variants, parsed.seeds, run_config(parsed), root)
 
     def report() -> None:
-        report_on([run.folder for run in runs if run.folder.finished], root)
+        write_report([run.folder for run in runs if run.folder.finished], root)
 
-    return _make(parsed, runs, root, report)
+    return _plan_or_run(parsed, runs, root, report)
 
 
 def _reproduce_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
     parser.add_argument("figure", type=str, help=f"one of {', '.join(FIGURES)}")
     scales = "; ".join(f"{scale.name}: {scale.about}" for scale in SCALES.values())
     parser.add_argument("--scale", type=str, default="demo", help=scales)
-    parser.add_argument("--seeds", type=int, nargs="+", help="one run each (default: 0)")
     parser.add_argument(
-        "--variants", type=str, nargs="+", help="only these of the figure's (default: all)"
+        "--seeds", type=int, nargs="+", default=[0], help="one run per variant and seed"
+    )
+    parser.add_argument(
+        "--variants", type=str, nargs="+", help="some of the figure's variants (default: all)"
     )
     parser.add_argument("--out", type=str, default="runs", help="folder of the runs of all figures")
     _add_scheduling(parser)
@@ -148,17 +153,16 @@ def _reproduce(parsed: Namespace) -> int:
     experiment, scale, root = FIGURES[parsed.figure], SCALES[parsed.scale], Path(parsed.out)
     if parsed.variants is not None:
         experiment = experiment.only(parsed.variants)
-    seeds = scale.seeds if parsed.seeds is None else parsed.seeds
-    runs = figure_runs(experiment, scale, root, seeds, parse_fields(parsed.fields))
+    runs = figure_runs(experiment, scale, root, parsed.seeds, parse_fields(parsed.fields))
 
     def report() -> None:
-        show_paths(report_figure(experiment, scale, root, seeds))
+        show_paths(report_figure(experiment, scale, root, parsed.seeds))
 
-    return _make(parsed, runs, root / scale.name, report)
+    return _plan_or_run(parsed, runs, root / scale.name, report)
 
 
 def _add_scheduling(parser: ArgumentParser) -> None:
-    """How a set of runs is made; see :func:`_make`."""
+    """Add the options of :func:`_plan_or_run`."""
     parser.add_argument(
         "--parallel", type=int, help="runs at a time (default: one per GPU or core)"
     )
@@ -171,22 +175,24 @@ def _add_scheduling(parser: ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="of submitit's executor, such as slurm_partition=gpu gpus_per_node=1 timeout_min=600",
+        help="parameters of submitit's executor, such as slurm_partition=gpu gpus_per_node=1",
     )
     parser.add_argument(
         "--dry_run", action="store_true", help="print every run and its cost, and run nothing"
     )
-    gpu = next(iter(GPUS))
     parser.add_argument(
-        "--gpu", type=str, default=gpu, help=f"of the times of --dry_run: one of {', '.join(GPUS)}"
+        "--gpu",
+        type=str,
+        default=next(iter(GPUS)),
+        help=f"GPU for which --dry_run estimates times: one of {', '.join(GPUS)}",
     )
 
 
-def _make(
+def _plan_or_run(
     parsed: Namespace, runs: Sequence[PlannedRun], root: Path, report: Callable[[], None]
 ) -> int:
-    """Plan a set of runs, or make it and report on what is finished."""
-    import softmax_rnn.report.outputs  # noqa: F401 -- a missing package is told before the runs
+    """Print the plan of a set of runs, or execute the runs and report on the finished ones."""
+    import softmax_rnn.report.outputs  # noqa: F401 -- a missing package is an error before the runs
     from softmax_rnn.experiments.plan import plan_table, rich_plan
     from softmax_rnn.experiments.scheduler import RunsFailedError, run_all
 
@@ -215,7 +221,8 @@ COMMANDS = {
         "train variants side by side, then report",
         _compare_options,
         _compare,
-        about="Train variants side by side and report: the main command. Rerun it to resume.",
+        about="Train variants side by side and write a report: the main command. Rerun it to "
+        "resume.",
         epilog=f"Variants: {', '.join(variants())}; families take an order, as in taylor:4.",
         extra="report",
     ),
@@ -225,13 +232,13 @@ COMMANDS = {
         _prepare_options,
         _prepare,
         about="Tokenise a corpus of any size into shards. Rerun it to resume after the last "
-        "finished shard. Runs with the same settings find the shards.",
+        "finished shard. Runs with the same settings use the shards.",
     ),
     "reproduce": Command(
-        "make a figure of the paper",
+        "reproduce a figure of the paper",
         _reproduce_options,
         _reproduce,
-        about="Make the missing runs of a figure of the paper and draw it. Figures share their "
+        about="Train the missing runs of a figure of the paper and draw it. Figures share their "
         "runs. Rerun it to resume.",
         extra="report",
     ),

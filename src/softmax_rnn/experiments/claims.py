@@ -1,9 +1,9 @@
-"""The paper's eleven claims as data, and a verdict for each from the runs that are there.
+"""The paper's eleven claims as data, and a verdict on each from the finished runs.
 
 A claim is a list of checks on pairs of variants trained under the same conditions. Differences of
-test loss are paired by seed and test block (``paired_difference``). A check holds or fails when its
-interval says so, and is undecided when the interval allows both, or covers one seed alone; a claim
-holds when all its checks do, and fails when one does.
+test loss are paired by seed and test block (``paired_difference``). A check holds or fails if its
+confidence interval shows it. It is undecided if the interval allows both, or covers a single seed.
+A claim holds if all its checks hold, and fails if one fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.metrics import loss_spikes
 
 Outcome = Literal["holds", "fails", "undecided", "not run"]
-# Nats per token: what counts as equal, and as clear.
+# Margins of the checks, in nats per token.
 EQUAL, CLEAR, SLIGHT, NEAR = 0.03, 0.05, 0.1, 0.1
 CONFIDENCE = 0.95
 
@@ -34,7 +34,7 @@ class Check:
 
     Kinds, with ``d`` the test loss of ``variant`` minus that of ``other``:
 
-    - ``equal``: ``|d| < margin`` (two one-sided tests at 5%: the 90% interval lies within).
+    - ``equal``: ``|d| < margin`` (two one-sided tests at 5%, so the 90% interval counts).
     - ``worse``: ``d > margin``.
     - ``slightly worse``: ``0 < d < margin``.
     - ``better``: ``d < -margin``.
@@ -48,7 +48,7 @@ class Check:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Where ``d`` must lie."""
+        """The open interval that ``d`` must be in."""
         return {
             "equal": (-self.margin, self.margin),
             "worse": (self.margin, math.inf),
@@ -57,7 +57,7 @@ class Check:
         }[self.kind]
 
     def __str__(self) -> str:
-        """In words, the margin where it matters."""
+        """The check in words, with its margin."""
         margin = f" by > {self.margin:g}" if self.margin else ""
         if self.kind in ("equal", "slightly worse"):
             margin = f" within {self.margin:g}"
@@ -67,7 +67,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of the paper, the figures whose runs decide it, and its checks."""
+    """A sentence of the paper, the figures whose runs can decide it, and its checks."""
 
     number: int
     text: str
@@ -157,16 +157,17 @@ CLAIMS = tuple(Claim(number, *claim) for number, claim in enumerate(_CLAIMS, sta
 
 @dataclass(frozen=True)
 class Finding:
-    """What the runs say of one check under one condition.
+    """The result of one check under one condition.
 
     Attributes:
-        check: what was asked.
-        where: the panel's condition and corpus.
+        check: the check.
+        where: the condition and the corpus.
         outcome: ``holds``, ``fails``, ``undecided`` or ``not run``.
         seeds: number of seeds that both variants share.
-        difference: of the test losses, with its 95% interval; ``None`` where not run.
-        spikes: of ``variant`` and of ``other``, over the shared seeds; ``None`` for other kinds.
-        reason: why it is undecided.
+        difference: difference of the test losses with its 95% interval; ``None`` if not run.
+        spikes: loss spikes of ``variant`` and of ``other`` over the shared seeds; ``None`` unless
+            the check is of kind ``spikier``.
+        reason: why the check is undecided.
     """
 
     check: Check
@@ -179,7 +180,7 @@ class Finding:
 
     @property
     def found(self) -> str:
-        """What was measured, in words."""
+        """The measurement in words."""
         if self.spikes is not None:
             return "{} and {} spikes".format(*self.spikes)
         return "" if self.difference is None else str(self.difference)
@@ -194,7 +195,7 @@ class Verdict:
 
     @property
     def outcome(self) -> Outcome:
-        """All hold, one fails, or neither; not run if nothing was."""
+        """``holds`` if all checks hold, ``fails`` if one fails, else ``undecided``."""
         outcomes = {finding.outcome for finding in self.findings}
         if outcomes <= {"not run"}:
             return "not run"
@@ -227,7 +228,7 @@ def judge(conditions: Mapping[tuple[str, str], Runs]) -> list[Verdict]:
 
 
 def examine(check: Check, runs: Runs, where: str) -> Finding:
-    """What the runs of one condition say of a check."""
+    """Decide a check from the runs of one condition."""
     variant, other = runs.get(check.variant, {}), runs.get(check.other, {})
     shared = sorted(set(variant) & set(other))
     if not shared:
@@ -236,7 +237,7 @@ def examine(check: Check, runs: Runs, where: str) -> Finding:
     spikes, reason = None, "the interval allows both"
     if check.kind == "spikier":
         spikes = _spikes(variant, shared), _spikes(other, shared)
-        # Counts of a few events decide little; none at all decides nothing.
+        # Without any spike the check is undecided.
         outcome = _outcome(spikes[0] > spikes[1], spikes[0] <= spikes[1] and spikes != (0, 0))
         reason = "no spikes"
     else:
@@ -248,7 +249,7 @@ def examine(check: Check, runs: Runs, where: str) -> Finding:
             low < tested.low and tested.high < high,
             difference.high <= low or difference.low >= high,
         )
-    if len(shared) == 1:  # another seed may say otherwise
+    if len(shared) == 1:  # the interval does not cover other seeds
         outcome, reason = "undecided", "one seed"
     reason = reason if outcome == "undecided" else ""
     return Finding(check, where, outcome, len(shared), difference, spikes, reason)
@@ -263,7 +264,7 @@ def _outcome(holds: bool, fails: bool) -> Outcome:
 
 
 def verdict_table(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """One row per finding, as plain data; missing numbers, and infinite ones, are ``None``."""
+    """One row per finding, as plain data; missing and infinite numbers are ``None``."""
     return [
         {
             "claim": verdict.claim.number,
@@ -294,7 +295,7 @@ _COLORS = {"holds": "green", "fails": "red", "undecided": "yellow", "not run": "
 
 
 def rich_verdicts(verdicts: Sequence[Verdict]) -> Table:
-    """The verdicts for the terminal: a claim, and below it what each check found."""
+    """The verdicts for the terminal: each claim, followed by its checks."""
     columns = ("claim", "verdict", "difference [95% interval]", "seeds", "where")
     table = terminal_table(columns, left=("claim", "verdict", "where"))
     for verdict in verdicts:

@@ -1,4 +1,4 @@
-"""The runs of a comparison: same blocks, same initial values, only the attention differs."""
+"""Plan the runs of a comparison: same data, same initial values, only the attention differs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def compare_configs(
     """One run per variant and seed, all else as in ``base``, in folders below ``root``.
 
     Args:
-        words: a variant's name (``taylor:4``); a name of one's own for it (``early=taylor:8``) or
-            for a file with fields of :class:`AttentionSpec` (``mine=spec.yaml``). A file may start
-            from a variant, ``variant: norm``, and change some fields.
-        seeds: one run each.
+        words: what to train. Each is the name of a variant (``taylor:4``), a new name for one
+            (``early=taylor:8``), or a name for a file with fields of :class:`AttentionSpec`
+            (``mine=spec.yaml``). A file may start from a variant (``variant: norm``) and change
+            some fields.
+        seeds: one run per variant and seed.
         base: the settings of all runs.
-        root: above the folders, which carry the names.
+        root: folder of the runs; a run's own folder is named after its variant and seed.
 
     Raises:
         ValueError: for an unknown variant, an invalid file or name, or a variant, name or seed
@@ -38,7 +39,9 @@ def compare_configs(
     for word in words:
         name, attention, spec = _attention(word)
         if spec in given:
-            raise ValueError(f"A variant is named twice: {given[spec]!r} and {word!r} are one.")
+            raise ValueError(
+                f"{given[spec]!r} and {word!r} are the same variant: give one of them."
+            )
         if name.replace(":", "-") in {other.replace(":", "-") for other in attentions}:
             raise ValueError(f"The name {name!r} of {word!r} is already taken: choose another.")
         given[spec], attentions[name] = word, attention
@@ -50,7 +53,7 @@ def compare_configs(
 
 
 def _attention(word: str) -> tuple[str, str | dict[str, Any], AttentionSpec]:
-    """The name of a variant to compare, what a configuration says of it, and its spec."""
+    """The name of a variant to compare, its entry in a run's configuration, and its spec."""
     name, equals, value = word.partition("=")
     if not equals:
         return word, word, resolve(word)
@@ -58,8 +61,8 @@ def _attention(word: str) -> tuple[str, str | dict[str, Any], AttentionSpec]:
     spec = _read_spec(Path(value)) if is_file else resolve(value)
     if not may_name(name, spec):
         raise ValueError(
-            f"{name!r} cannot be the name of {value!r}: a name is made of letters, digits, _ and "
-            "-, and is not that of another variant."
+            f"{name!r} cannot be the name of {value!r}: a name has only letters, digits, _ and -, "
+            "and is not the name of another variant."
         )
     return name, spec.to_dict(), spec
 

@@ -1,4 +1,4 @@
-"""What a run will cost, before it is started: parameters, operations, hours, memory, disk."""
+"""Estimate what a run will cost before it starts: parameters, operations, hours, memory, disk."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from softmax_rnn._utils.errors import require_choice
 from softmax_rnn.training.config import RunConfig
 
-# Dense bfloat16 operations a second by the makers' data sheets.
+# Dense bfloat16 operations per second, from the data sheets.
 GPUS = {"A100-80GB": 312e12, "H100-80GB": 989e12, "H200": 989e12, "L40S": 362e12}
-# The share of them that training of these models reaches.
+# The share of that peak which training these models reaches.
 UTILISATION = 0.4
 
 
@@ -22,12 +22,12 @@ class Cost:
     """The cost of one run.
 
     Attributes:
-        parameters: number of them.
-        tokens: seen in training.
-        operations: floating-point, forward and backward.
-        gpu_hours: on the named GPU at 40% of its peak.
+        parameters: number of parameters.
+        tokens: number of training tokens.
+        operations: floating-point operations, forward and backward.
+        gpu_hours: hours on the GPU at 40% of its peak.
         memory_bytes: weights, gradients and AdamW's moments in float32, and activations.
-        disk_bytes: the checkpoints kept, and the last ones while they are written.
+        disk_bytes: the checkpoints that are kept, and one that is being written.
     """
 
     parameters: int
@@ -41,12 +41,12 @@ class Cost:
 def cost(config: RunConfig, gpu: str) -> Cost:
     """Estimate a run's cost on ``gpu``, one of ``GPUS``.
 
-    Operations are 6 a parameter and token (embeddings looked up are not counted) and 6 a layer,
-    channel and visible key for the scores and sums of attention. Activations are those of a Llama
-    layer in bfloat16 with memory-lean attention, and the logits in float32.
+    Operations are 6 per parameter and token (the embedding is not counted), and, for the scores and
+    sums of attention, 6 per layer, channel and visible key of each token. Activations are those of
+    a Llama layer in bfloat16 without the score matrix, and the logits in float32.
     """
     require_choice("GPU", gpu, GPUS)
-    # Sizes alone count: one meta model serves every seed, corpus and schedule.
+    # Without seed and corpus in the key, runs of the same size share one meta model.
     parameters = _parameters(json.dumps(replace(config, seed=0, corpus="").to_dict()))
     vocabulary = _vocabulary(config)
     tokens = config.steps * config.tokens_per_step
@@ -69,30 +69,32 @@ def cost(config: RunConfig, gpu: str) -> Cost:
 
 
 def hours_text(hours: float) -> str:
-    """A time for people: ``< 1 min``, ``12 min``, ``3.2 h``, ``13 h``."""
+    """A readable time: ``< 1 min``, ``12 min``, ``3.2 h``, ``13 h``."""
     if hours < 1:
         return "< 1 min" if 60 * hours < 1 else f"{60 * hours:.0f} min"
     return f"{hours:.1f} h" if hours < 9.95 else f"{hours:,.0f} h"
 
 
 def count_text(count: float) -> str:
-    """A number of tokens or parameters for people: ``1.5 M``, ``3.7 B``."""
+    """A readable number of tokens or parameters: ``1.5 M``, ``3.7 B``."""
     return f"{count / 1e6:,.1f} M" if count < 1e9 else f"{count / 1e9:,.1f} B"
 
 
 def bytes_text(size: float) -> str:
-    """A size for people: ``25 MiB``, ``9.2 GiB``."""
+    """A readable size: ``25 MiB``, ``9.2 GiB``."""
     return f"{size / 2**20:,.0f} MiB" if size < 2**30 else f"{size / 2**30:,.1f} GiB"
 
 
 def _vocabulary(config: RunConfig) -> int:
-    """Rows of the embedding; the tokenizer is not loaded: bytes and an end, or Llama 2's."""
+    """Rows of the embedding; Llama 2's for any tokenizer but bytes, since none is loaded."""
     return config.vocab_size or (257 if config.tokenizer == "bytes" else 32_000)
 
 
 @lru_cache(maxsize=256)
 def _parameters(fields: str) -> int:
-    from softmax_rnn.models import SoftmaxRNNForCausalLM  # GPUS is read without transformers
+    from softmax_rnn.models import (
+        SoftmaxRNNForCausalLM,
+    )  # slow to import; GPUS is needed without it
     from softmax_rnn.training.run import model_config
 
     config = RunConfig.from_dict(json.loads(fields))

@@ -1,4 +1,4 @@
-"""The paper's figures as data: which variants were trained side by side, and how. Nothing runs."""
+"""The paper's figures as data: which variants were trained side by side, and how."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Panel:
     """Variants trained side by side under one condition.
 
     Attributes:
-        title: what the paper calls it.
+        title: the paper's name for it.
         variants: names, as ``compare`` takes them.
-        corpus: a name of the scale's corpora: ``pile``, ``slimpajama`` or ``fineweb``.
-        condition: a name of the scale's conditions: ``base``, ``large`` (model) or ``long``
-            (sequence).
+        corpus: key into the scale's corpora: ``pile``, ``slimpajama`` or ``fineweb``.
+        condition: key into the scale's conditions: ``base``, ``large`` (larger model) or ``long``
+            (longer sequence).
     """
 
     title: str
@@ -32,12 +32,12 @@ class Experiment:
     """A figure of the paper.
 
     Attributes:
-        name: ``figure4``.
-        title: what it shows.
+        name: for example ``figure4``.
+        title: what the figure shows.
         panels: one per column of curves, or per line of final losses.
         kind: ``curves`` (loss against tokens, test above train) or ``orders`` (final loss against
             the highest power).
-        large: whether it is drawn larger, as in the appendix.
+        large: whether the figure is drawn larger, as in the appendix.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Experiment:
     large: bool = False
 
     def only(self, variants: Sequence[str]) -> Experiment:
-        """The same figure with some of its variants; panels without any are left out."""
+        """The same figure with only these variants; empty panels are left out."""
         known = {variant for panel in self.panels for variant in panel.variants}
         for variant in variants:
             if variant not in known:
@@ -61,7 +61,7 @@ class Experiment:
 
 THREE = ("softmax", "norm", "gate")
 LINEAR = ("linear_elu", "linear_relu", "linear_cosine")
-# The paper has every power to 10; the curves are smooth, and each point is a run.
+# The paper has every power up to 10. Each point is a run and the curve is smooth, so fewer suffice.
 ORDERS = (0, 1, 2, 3, 4, 6, 10)
 SERIES = ("taylor", "taylor_elu", "taylor_relu", "taylor_cosine")
 _DENOMINATORS = (

@@ -1,7 +1,7 @@
-"""Where runs run: processes on this machine, or jobs of a Slurm cluster through submitit.
+"""Start runs as processes on this machine, or as jobs of a Slurm cluster through submitit.
 
-A launcher has slots (a GPU, a share of the cores, a job of the cluster) and starts a run in one of
-them; what it returns is polled for the run's exit code.
+A launcher has slots: a GPU, a share of the cores, or a job of the cluster. It starts a run in one
+and returns a job, which the scheduler polls for the run's exit code.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from softmax_rnn.training.distributed import OTHER_FAILED
 from softmax_rnn.training.stopping import RunStopped
 
 CLUSTERS = ("local", "slurm")
-# glibc would give every large block back after use, and fault its pages in again at the next.
+# By default glibc returns every large block to the system after use; the next use is then slow.
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**29)}
 
 
 class LocalLauncher:
-    """One process per run, each with its share of the cores, or a GPU.
+    """One process per run, each with a GPU or a share of the cores.
 
     Args:
-        runs: how many runs there are to make.
-        parallel: slots; by default one per GPU, or one per core.
+        runs: number of runs.
+        parallel: number of slots; by default one per GPU, or one per core.
     """
 
     def __init__(self, runs: int, parallel: int | None) -> None:
@@ -50,7 +50,7 @@ class LocalLauncher:
         return f"{threads} thread{'' if threads == '1' else 's'} each"
 
     def start(self, run: PlannedRun, root: Path, slot: str | None) -> LocalJob:
-        """Start or resume a run in a process of its own."""
+        """Start or resume a run in a new process."""
         config, log = run.config_file(root), run.log_file(root)
         for path in (config, log):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,17 +63,17 @@ class LocalLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches it once: from the scheduler
+                start_new_session=True,  # the scheduler alone passes Ctrl-C on
             )
         return LocalJob(process, log)
 
 
 class ClusterLauncher:
-    """One job per run. Jobs that the cluster stops early resume; see ``_Training``.
+    """One job per run. Jobs that the cluster stops early are requeued; see ``_Training``.
 
     Args:
         executor: a submitit executor.
-        slots: jobs at a time.
+        slots: number of jobs at a time.
     """
 
     def __init__(self, executor: Any, slots: int) -> None:
@@ -94,11 +94,11 @@ def launcher(
     """The launcher for ``local`` or ``slurm``.
 
     Args:
-        cluster: its name.
-        root: logs of jobs are kept below it.
-        runs: how many runs there are to make.
-        parallel: runs at a time.
-        options: of submitit's executor: ``slurm_partition``, ``gpus_per_node``, ``timeout_min``...
+        cluster: ``local`` or ``slurm``.
+        root: folder for the logs of jobs.
+        runs: number of runs.
+        parallel: number of runs at a time.
+        options: parameters of submitit's executor: ``slurm_partition``, ``gpus_per_node``...
     """
     if parallel is not None and parallel < 1:
         raise ValueError(f"parallel must be at least 1, not {parallel}.")
@@ -107,7 +107,7 @@ def launcher(
         if options:
             raise ValueError(f"cluster='local' takes no options; {', '.join(options)} given.")
         return LocalLauncher(runs, parallel)
-    import submitit  # needed on clusters alone
+    import submitit  # an optional dependency
 
     try:
         executor = submitit.AutoExecutor(root / "jobs", cluster=cluster)
@@ -123,7 +123,7 @@ class _Training:
 
     config: RunConfig
     path: Path
-    patience: float = 30.0  # seconds from SIGTERM to the end of a job, on most clusters
+    patience: float = 30.0  # seconds between SIGTERM and the end of a job, on most clusters
 
     def __call__(self) -> int:
         import submitit
@@ -135,14 +135,14 @@ class _Training:
             train(self.config, self.path, resume=True)
         except RunStopped as stopped:
             if stopped.code == job._usr_sig():
-                signal.raise_signal(stopped.code)  # to submitit: it requeues, now that all is saved
+                signal.raise_signal(stopped.code)  # everything is saved: submitit can requeue
             else:
-                time.sleep(self.patience)  # that signal may be on its way
+                time.sleep(self.patience)  # submitit's own signal may follow
             return ExitCode.STOPPED
         return ExitCode.FINISHED
 
     def checkpoint(self) -> Any:
-        """Queue the same work again: it resumes from its newest checkpoint."""
+        """Requeue the same work, which resumes from its newest checkpoint."""
         import submitit
 
         return submitit.helpers.DelayedSubmission(self)
@@ -150,61 +150,61 @@ class _Training:
 
 @dataclass
 class LocalJob:
-    """A run's process."""
+    """The process of a run."""
 
     process: subprocess.Popen[bytes]
     log: Path
 
     def poll(self) -> int | None:
-        """The exit code; ``None`` while it runs."""
+        """The exit code; ``None`` while the run is running."""
         return self.process.poll()
 
     def terminate(self) -> None:
-        """Ask it to stop; it leaves a folder to resume."""
+        """Request a stop; the run saves a checkpoint."""
         self.process.terminate()
 
     def wait(self) -> None:
-        """Wait until it has stopped."""
+        """Wait until the process has ended."""
         self.process.wait()
 
     def kill(self) -> None:
-        """End it at once, saved or not."""
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        """End the process at once, without a checkpoint."""
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
 @dataclass
 class ClusterJob:
-    """A run's job, with the methods of :class:`LocalJob`."""
+    """The cluster job of a run, with the methods of :class:`LocalJob`."""
 
     job: Any
     code: int | None = None
 
     @property
     def log(self) -> Path:
-        """Of several processes, the log of one that does not blame another."""
+        """The log; of several processes, that of one which failed first."""
         logs = [Path(self.job.task(i).paths.stderr) for i in range(self.job.num_tasks)]
         own = (log for log in logs if log.exists() and OTHER_FAILED not in log.read_text())
         return next(own, logs[0])
 
     def poll(self) -> int | None:
-        """The exit code; ``None`` while it runs."""
+        """The exit code; ``None`` while the job is running."""
         if self.code is None and self.job.done():
             try:
-                self.code = max(self.job.results())  # waits for it, if there is none
-            except (RuntimeError, OSError):  # it failed, or was killed, cancelled, lost
+                self.code = max(self.job.results())
+            except (RuntimeError, OSError):  # the job failed, or was killed, cancelled or lost
                 self.code = ExitCode.FAILED
         return self.code
 
     def terminate(self) -> None:
-        """Cancel it: left alone, it would write to its folder while a resumed run does."""
-        self.job.cancel(check=False)  # if one cannot be cancelled, the others still are
+        """Cancel the job: otherwise it could write to its folder while a resumed run does, too."""
+        self.job.cancel(check=False)  # no error: the other jobs must be cancelled as well
 
     kill = terminate
 
     def wait(self) -> None:
-        """Return at once: the cluster ends a cancelled job in its own time."""
+        """Do nothing: the cluster ends a cancelled job later."""
 
 
 Job = LocalJob | ClusterJob
@@ -212,20 +212,20 @@ Launcher = LocalLauncher | ClusterLauncher
 
 
 def _gpus() -> list[str]:
-    """The GPUs as CUDA_VISIBLE_DEVICES names them: those that it leaves, if it is set."""
+    """The visible GPUs, as CUDA_VISIBLE_DEVICES names them."""
     count = torch.cuda.device_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [str(index) for index in range(count)] if named is None else named.split(",")[:count]
 
 
 def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # Linux alone
+    if hasattr(os, "sched_getaffinity"):  # Linux only
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _environment(threads: int, gpu: str | None) -> dict[str, str]:
-    """The environment of a run's process; a limit on threads set by the user is kept."""
+    """The environment of a run's process; it keeps a smaller OMP_NUM_THREADS set by the user."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if wanted.isdecimal() and int(wanted) > 0:
         threads = min(threads, int(wanted))

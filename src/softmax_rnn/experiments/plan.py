@@ -1,4 +1,4 @@
-"""The runs to make: each one's configuration, folder and cost."""
+"""Planned runs: each one's configuration, folder and cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from softmax_rnn.training.folder import RunFolder
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run to make: its configuration and its folder."""
+    """A run to execute: its configuration and its folder."""
 
     config: RunConfig
     folder: RunFolder
@@ -28,31 +28,31 @@ class PlannedRun:
         return self.folder.path.name
 
     def label(self, root: Path) -> str:
-        """The folder's path below ``root``, which no other run has."""
+        """The folder's path relative to ``root``; unique among the runs of a set."""
         return self.folder.path.relative_to(root).as_posix()
 
     def config_file(self, root: Path) -> Path:
-        """Where the configuration that the run is started with is kept."""
+        """The file with the configuration that the run is started with."""
         return root / "configs" / f"{self.label(root)}.yaml"
 
     def log_file(self, root: Path) -> Path:
-        """Where the run's output is kept."""
+        """The file with the run's output."""
         return root / "logs" / f"{self.label(root)}.log"
 
 
 def run_folder(parent: Path, name: str, seed: int) -> RunFolder:
-    """The folder of a variant's run: ``taylor-4-seed0`` for ``taylor:4``."""
+    """The folder of a variant's run: ``taylor-4-seed0`` for ``taylor:4`` with seed 0."""
     return RunFolder(parent / f"{name.replace(':', '-')}-seed{seed}")
 
 
 def require_different(seeds: Sequence[int]) -> None:
-    """Raise ``ValueError`` for a seed that is given twice."""
+    """Raise ``ValueError`` if a seed is given twice."""
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"A seed is given twice: {', '.join(map(str, seeds))}.")
 
 
 def plan_table(runs: Sequence[PlannedRun], root: Path, gpu: str) -> pd.DataFrame:
-    """Every run with its cost, and whether it is finished; nothing is run."""
+    """Every run with its cost and whether it is finished; nothing is executed."""
     return pd.DataFrame(
         {
             "run": run.label(root),
@@ -67,24 +67,23 @@ def plan_table(runs: Sequence[PlannedRun], root: Path, gpu: str) -> pd.DataFrame
 
 
 def rich_plan(plan: pd.DataFrame, gpu: str) -> Table:
-    """The plan for the terminal, with the total of the unfinished runs below."""
-    rows = [
-        [
-            row["run"],
-            count_text(row["parameters"]),
-            f"{row['tokens_per_step'] // row['block_size']} x {row['block_size']}",
-            f"{row['steps']:,}",
-            count_text(row["tokens"]),
-            f"{row['operations']:.2e}",
-            hours_text(row["gpu_hours"]),
-            bytes_text(row["memory_bytes"]),
-            bytes_text(row["disk_bytes"]),
-            "finished" if row["finished"] else "",
-        ]
-        for row in plan.to_dict("records")
-    ]
-    columns = ("run", "parameters", "tokens/step", "steps", "tokens", "FLOPs", "GPU time")
-    table = terminal_table((*columns, "memory", "disk", ""), rows, left=("run", ""))
+    """The plan for the terminal, with the total of the unfinished runs in the last row."""
+    shown = {
+        "run": plan.run,
+        "parameters": plan.parameters.map(count_text),
+        "tokens/step": [
+            f"{tokens // size} x {size}"
+            for tokens, size in zip(plan.tokens_per_step, plan.block_size, strict=True)
+        ],
+        "steps": plan.steps.map("{:,}".format),
+        "tokens": plan.tokens.map(count_text),
+        "FLOPs": plan.operations.map("{:.2e}".format),
+        "GPU time": plan.gpu_hours.map(hours_text),
+        "memory": plan.memory_bytes.map(bytes_text),
+        "disk": plan.disk_bytes.map(bytes_text),
+        "": plan.finished.map({True: "finished", False: ""}),
+    }
+    table = terminal_table(tuple(shown), zip(*shown.values(), strict=True), left=("run", ""))
     table.title = f"{len(plan)} runs; times on one {gpu} at {UTILISATION:.0%} of its peak"
     missing = plan[~plan.finished]
     table.add_section()

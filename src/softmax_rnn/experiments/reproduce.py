@@ -1,4 +1,4 @@
-"""A figure of the paper: its runs, its drawing, its page."""
+"""Reproduce a figure of the paper: its runs, its image, its HTML page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from softmax_rnn.experiments.plan import PlannedRun, require_different, run_fold
 from softmax_rnn.experiments.scales import SCALES, Scale
 from softmax_rnn.report.check import check_run
 from softmax_rnn.report.grid import Column, draw_curves, draw_orders
-from softmax_rnn.report.html import Place, page
+from softmax_rnn.report.html import Section, page
 from softmax_rnn.report.outputs import report
 from softmax_rnn.report.table import by_variant, require_comparable
 from softmax_rnn.training.folder import RunFolder
@@ -28,13 +28,13 @@ def figure_runs(
     seeds: Sequence[int],
     fields: Mapping[str, Any] | None = None,
 ) -> list[PlannedRun]:
-    """Every run of a figure, each once, seed after seed.
+    """Every run of a figure, once, ordered by seed.
 
     Args:
         experiment: the figure.
         scale: the settings of its runs.
-        root: folder of the runs of all figures, which share them.
-        seeds: one run each.
+        root: folder of the runs of all figures, which share runs.
+        seeds: one run per variant and seed.
         fields: settings of every run that override the scale's.
 
     Raises:
@@ -45,7 +45,7 @@ def figure_runs(
     for seed in seeds:
         for panel in experiment.panels:
             for variant in panel.variants:
-                folder = run_folder(root / scale.name / scale.place(panel), variant, seed)
+                folder = run_folder(root / scale.name / scale.folder_name(panel), variant, seed)
                 config = scale.config(panel, variant, seed, fields or {})
                 runs[folder.path] = PlannedRun(config, folder)
     return list(runs.values())
@@ -54,7 +54,7 @@ def figure_runs(
 def report_figure(
     experiment: Experiment, scale: Scale, root: Path, seeds: Sequence[int]
 ) -> list[Path]:
-    """Draw a figure from its finished runs, and report on every condition and on the whole.
+    """Draw a figure from its finished runs, and write a report per condition and one for all.
 
     Returns:
         The paths of the figure, of the reports, and of the page of all conditions and claims.
@@ -65,27 +65,27 @@ def report_figure(
         if run.folder.finished:
             found[run.folder.path.parent].append(run.folder)
     titles = {corpus.label: corpus.title for corpus in scale.corpora.values()}
-    places, conditions = [], {}
+    sections, conditions = [], {}
     for folder, runs in found.items():
         table, written = report(runs, folder)
         paths += written
         condition, _, corpus = folder.name.partition("-")
-        places.append(Place(f"{titles[corpus]}, {condition} settings", runs, table))
+        sections.append(Section(f"{titles[corpus]}, {condition} settings", runs, table))
         conditions[condition, corpus] = by_variant(runs)
     overview = root / scale.name / experiment.name / "report.html"
     overview.parent.mkdir(exist_ok=True)
     title = f"{experiment.title} ({experiment.name}, {scale.name} scale)"
     claims = verdict_table(judge(conditions))
-    write_text(overview, page(places, overview.parent, title, claims))
+    write_text(overview, page(sections, overview.parent, title, claims))
     return [*paths, overview]
 
 
 def draw(experiment: Experiment, scale: Scale, root: Path, seeds: Sequence[int]) -> list[Path]:
     """Draw a figure from its finished runs; panels without any are left out."""
-    columns: dict[tuple[Path, ...], Column] = {}  # corpora that are one at this scale: one column
+    columns: dict[tuple[Path, ...], Column] = {}  # panels with the same runs share a column
     for panel in experiment.panels:
-        place = root / scale.name / scale.place(panel)
-        runs = [run_folder(place, name, seed) for seed in seeds for name in panel.variants]
+        parent = root / scale.name / scale.folder_name(panel)
+        runs = [run_folder(parent, name, seed) for seed in seeds for name in panel.variants]
         if finished := [run for run in runs if run.finished]:
             key = tuple(run.path for run in runs)
             shared = {corpus.title for corpus in scale.corpora.values()} if key in columns else None
@@ -102,7 +102,7 @@ def finished_runs(scale: str, root: Path) -> dict[tuple[str, str], Runs]:
     """The finished runs of a scale by (condition, corpus label), variant and seed.
 
     Raises:
-        ValueError: for a run with a damaged file, or runs that differ in more than they may.
+        ValueError: for a run with a damaged file, or runs that cannot be compared.
     """
     require_choice("scale", scale, SCALES)
     found: dict[tuple[str, str], list[RunFolder]] = defaultdict(list)
@@ -113,4 +113,4 @@ def finished_runs(scale: str, root: Path) -> dict[tuple[str, str], Runs]:
         found[condition, corpus].append(folder)
     for runs in found.values():
         require_comparable(runs)
-    return {place: by_variant(runs) for place, runs in found.items()}
+    return {condition: by_variant(runs) for condition, runs in found.items()}

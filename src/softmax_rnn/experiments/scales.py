@@ -1,4 +1,4 @@
-"""The scales a figure is reproduced at: a laptop, one GPU, the paper's cluster."""
+"""The scales at which a figure can be reproduced: a laptop, one GPU, the paper's cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from softmax_rnn.training.config import PRESETS, RunConfig
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus: its name in folders, its title, and its settings."""
+    """A corpus: its name in folder names, its title, and its settings."""
 
     label: str
     title: str
@@ -21,15 +21,14 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Scale:
-    """What the names in a panel mean: settings of a ``RunConfig``.
+    """The ``RunConfig`` settings behind the conditions and corpora of panels.
 
     Attributes:
-        name: a folder of this name holds its runs.
+        name: name of the scale, and of the folder of its runs.
         about: one line for the command's help.
         base: settings of every run.
         conditions: further settings by condition.
-        corpora: by the name in a panel; several names may be one corpus here.
-        seeds: one run each, unless others are asked for.
+        corpora: corpora by the name in a panel; several names may have the same corpus.
     """
 
     name: str
@@ -37,17 +36,16 @@ class Scale:
     base: Mapping[str, Any]
     conditions: Mapping[str, Mapping[str, Any]]
     corpora: Mapping[str, Corpus]
-    seeds: tuple[int, ...] = (0,)
 
     def config(self, panel: Panel, variant: str, seed: int, fields: Mapping[str, Any]) -> RunConfig:
-        """The run of a panel's variant; ``fields`` override the scale's.
+        """The configuration of a run; ``fields`` override the scale's settings.
 
         Raises:
-            ValueError: for a field that is unknown, or that the figure sets itself.
+            ValueError: for a field that is unknown, or that has an option of its own.
         """
         for name, instead in (("attention", "--variants"), ("seed", "--seeds")):
             if name in fields:
-                raise ValueError(f"{name} is set by the figure: use {instead}.")
+                raise ValueError(f"{name} cannot be set here: use {instead}.")
         return RunConfig.from_dict(
             {
                 **self.base,
@@ -59,19 +57,19 @@ class Scale:
             }
         )
 
-    def place(self, panel: Panel) -> str:
-        """The folder of a panel's runs, whichever figures share them: ``base-fineweb``."""
+    def folder_name(self, panel: Panel) -> str:
+        """The name of the folder of a panel's runs: ``base-fineweb``. Figures share it."""
         return f"{panel.condition}-{self.corpora[panel.corpus].label}"
 
 
-# Test share and tokenizer of the paper; SlimPajama has a test split of its own.
+# The paper's corpora. The presets set test share and tokenizer; SlimPajama has its own test split.
 _PILE = Corpus("pile", "The Pile", {"corpus": "hf:gmongaras/EleutherAI_the_pile_deduplicated"})
 _SLIMPAJAMA = Corpus(
     "slimpajama", "SlimPajama", {"corpus": "hf:gmongaras/SlimPajama-627B_Reupload"}
 )
 _FINEWEB = Corpus("fineweb", "FineWeb", {"corpus": "hf:HuggingFaceFW/fineweb@CC-MAIN-2024-51"})
 _WEB = {"pile": _PILE, "slimpajama": _SLIMPAJAMA, "fineweb": _FINEWEB}
-# Without a network there is one corpus, and it stands for all three.
+# The one corpus that needs no network; it replaces all three.
 _STDLIB = Corpus("stdlib", "Python's standard library", {"corpus": "stdlib"})
 
 _LONG = {"block_size": 4096}
@@ -82,7 +80,7 @@ SCALES: dict[str, Scale] = {
         Scale(
             "demo",
             "a byte model of 0.7 M parameters on a laptop: minutes a run",
-            # After 1,000 steps the seeds lie further apart than the variants do.
+            # After only 1,000 steps seeds differ by more than variants do.
             {
                 **PRESETS["demo"],
                 "steps": 1_500,
@@ -120,7 +118,7 @@ SCALES: dict[str, Scale] = {
         ),
         Scale(
             "paper-list",
-            "appendix D to the letter: the rate decays to zero at step 100,000",
+            "appendix D exactly: the learning rate decays to zero at step 100,000",
             {**PRESETS["small"], "schedule_steps": None},
             {"base": {}, "large": {**PRESETS["large"], "schedule_steps": None}, "long": _LONG},
             _WEB,

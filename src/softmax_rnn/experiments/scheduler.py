@@ -1,4 +1,4 @@
-"""Makes a set of runs, several at a time, until all are finished or a stop is requested."""
+"""Executes a set of runs, several at a time, until all are finished or a stop is requested."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.5
 
 
 class RunsFailedError(RuntimeError):
-    """Some runs of a set did not finish; the message holds the end of their logs."""
+    """Some runs of a set did not finish; the message contains the end of their logs."""
 
 
 def run_all(
@@ -41,24 +41,24 @@ def run_all(
     stop_after: float | None = None,
     console: Console = progress.console,
 ) -> None:
-    """Make the runs that are not finished, each with its share of the cores, or a GPU.
+    """Execute the unfinished runs, each on a GPU or a share of the cores.
 
-    The signals that stop a run stop all of them here; see :func:`softmax_rnn.training.train`.
+    A signal that would stop a run stops all of them; see :func:`softmax_rnn.training.train`.
 
     Args:
-        runs: what to run; every folder may be new, unfinished (it is resumed) or finished.
-        root: above all folders; their configurations and logs are written here.
+        runs: the runs; each folder may be new, unfinished (the run is resumed) or finished.
+        root: common parent of all folders; configurations and logs are written here.
         parallel: runs at a time; by default one per GPU, or one per core; on a cluster, all.
         cluster: ``local``, or ``slurm``: one job per run, through submitit.
-        cluster_options: of submitit's executor, such as ``slurm_partition`` and ``timeout_min``.
-        stop_after: seconds after which to stop as by a signal.
+        cluster_options: parameters of submitit's executor, such as ``slurm_partition``.
+        stop_after: seconds after which the runs stop as if by a signal.
         console: where progress is shown.
 
     Raises:
-        ValueError: for an invalid corpus, or a folder that holds a run with another
+        ValueError: for an invalid corpus, or a folder that contains a run with another
             configuration or corpus.
         RunsFailedError: if a run failed; the others were finished first.
-        RunStopped: if a signal or the time stopped the runs; they can be resumed.
+        RunStopped: if a signal or the time limit stopped the runs; they can be resumed.
     """
     waiting = [run for run in runs if not run.folder.finished]
     launch = launcher(cluster, root, max(1, len(waiting)), parallel, cluster_options or {})
@@ -68,7 +68,7 @@ def run_all(
             return
         make_writable(root)
         about = f"{len(waiting)} runs, {len(launch.slots)} at a time, {launch}, in {root}"
-        console.print(about, markup=False, soft_wrap=True)  # a path may hold brackets
+        console.print(about, markup=False, soft_wrap=True)  # no markup: a path may contain brackets
         stop.defer()
         ended = _work(waiting, root, launch, stop, console)
         unfinished = [run for run in waiting if not run.folder.finished]
@@ -79,7 +79,8 @@ def run_all(
         ]
         if failed and not stop.code:
             ends = (
-                f"--- {label}: {_end(job.poll())}\n{_log_end(job.log)}" for label, job in failed
+                f"--- {label}: {_end_text(job.poll())}\n{_log_end(job.log)}"
+                for label, job in failed
             )
             raise RunsFailedError(
                 f"{len(failed)} of {len(waiting)} runs did not finish.\n" + "\n".join(ends)
@@ -89,7 +90,7 @@ def run_all(
 
 
 def _check(runs: Sequence[PlannedRun]) -> None:
-    """Check every corpus, and that no folder holds another run or one that is in progress."""
+    """Check every corpus, and that no folder contains another run or one that is in progress."""
     manifests: dict[RunConfig, dict[str, Any]] = {}
     for run in runs:
         conditions = replace(run.config, attention="softmax", seed=0)
@@ -101,26 +102,21 @@ def _check(runs: Sequence[PlannedRun]) -> None:
             run.folder.check_same_corpus(manifests[conditions])
         if run.folder.exists and not run.folder.finished:
             with run.folder.locked():
-                pass  # a run may outlive the command that started it
+                pass  # a run may still be running after the command that started it was killed
 
 
 def _work(
     runs: Sequence[PlannedRun], root: Path, launch: Launcher, stop: StopRequest, console: Console
 ) -> dict[Path, Job]:
-    """Keep every slot busy until all runs are done, or a stop is requested.
-
-    However it ends, no run is left running: one that is stopped leaves a folder to resume.
-
-    Returns:
-        The runs that ended by themselves, by their folders.
-    """
+    """Run until all are done or a stop is requested; the jobs that ended by themselves."""
     width = max(len(run.label(root)) for run in runs)
     labels = {run.folder.path: run.label(root).ljust(width) for run in runs}
     bars = _bars(console)
     tasks = {
-        path: bars.add_task(labels[path], total=run.config.steps, start=False, text="waiting")
+        run.folder.path: bars.add_task(
+            labels[run.folder.path], total=run.config.steps, start=False, text="waiting"
+        )
         for run in runs
-        for path in [run.folder.path]
     }
     waiting, slots = deque(runs), list(launch.slots)
     running: list[tuple[PlannedRun, str | None, Job]] = []
@@ -150,10 +146,10 @@ def _work(
                     slots.append(slot)
                     bars.stop_task(tasks[path])
                     bars.update(tasks[path], **{**_state(run), "text": _outcome(run, code)})
-                    if bars.disable:  # without a terminal, one line per run
+                    if bars.disable:  # no terminal: one line per run
                         line = f"{labels[path]}  {_outcome(run, code)}"
                         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    finally:
+    finally:  # no run may outlive this call
         for _, _, job in running:
             job.terminate()
         for _, _, job in running:
@@ -175,7 +171,7 @@ def _bars(console: Console) -> Progress:
 
 
 def _state(run: PlannedRun) -> dict[str, Any]:
-    """What a run's bar shows, from the last whole row of its metrics."""
+    """What a run's progress bar shows, from the last complete row of its metrics."""
     lines = _end_of_file(run.folder.metrics_file, 4096).split("\n")[:-1]
     if not lines:
         return {"completed": 0, "text": "starting"}
@@ -186,18 +182,18 @@ def _state(run: PlannedRun) -> dict[str, Any]:
 
 def _outcome(run: PlannedRun, code: int) -> str:
     if not run.folder.finished:
-        return "stopped" if code == ExitCode.STOPPED else f"failed ({_end(code)})"
+        return "stopped" if code == ExitCode.STOPPED else f"failed ({_end_text(code)})"
     summary = run.folder.summary
     return f"test loss {summary['test_loss']:.4f} in {summary['seconds']:.0f} s"
 
 
-def _end(code: int | None) -> str:
+def _end_text(code: int | None) -> str:
     assert code is not None
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _log_end(log: Path, size: int = 2000) -> str:
-    """The end of a run's output, with only the last state of a progress bar."""
+    """The end of a run's output, with only the last state of each progress bar."""
     lines = _end_of_file(log, 2**16).split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)[-size:]
 

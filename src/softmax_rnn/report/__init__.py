@@ -1,1 +1,1 @@
-"""What runs have shown: a table with intervals, a figure, an HTML page."""
+"""Reports on finished runs: a table with confidence intervals, a figure, an HTML page."""

@@ -26,10 +26,10 @@ def check_run(run: RunFolder) -> None:
     """Check every file that reports and verdicts read.
 
     Raises:
-        ValueError: naming the file that is damaged, and what is wrong with it.
-        OSError: naming the file that is missing.
+        ValueError: if a file is damaged; the message names the file and the error.
+        OSError: if a file is missing; the message names it.
     """
-    _ = run.config, run.corpus  # these check their own files
+    _ = run.config, run.corpus  # reading them checks them
     validated(_Summary, run.summary, run.summary_file)
     _check_rows(run.metrics_file, run.metrics)
     if run.metrics.loss.isna().all():
@@ -39,8 +39,8 @@ def check_run(run: RunFolder) -> None:
     try:
         losses = run.test_losses
     except OSError:
-        raise  # it names the file itself
-    except Exception as error:  # numpy's reader has errors of many types
+        raise  # its message names the file
+    except Exception as error:  # numpy raises many types of errors
         raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if losses.dtype != np.float64 or losses.ndim != 1 or not len(losses):
         found = f"{losses.dtype}{list(losses.shape)}"

@@ -16,8 +16,7 @@ from softmax_rnn.report.curves import Curve, curves, note
 from softmax_rnn.report.style import LOOK, styles
 from softmax_rnn.training.folder import RunFolder
 
-# The share of the run that the vertical axis need not show: its steep start.
-_START = 0.1
+_START = 0.1  # share of the run, its steep start, that the vertical axis may cut off
 TITLES = {"test": "Test loss", "train": "Train loss"}
 
 
@@ -38,7 +37,7 @@ def draw(runs: Sequence[RunFolder], folder: Path) -> list[Path]:
 
 
 def explain(figure: Figure, words: str) -> None:
-    """Say below a figure what its lines and bands are."""
+    """Write below a figure what its lines and bands are."""
     figure.supxlabel(words, fontsize="small", color="0.35")
 
 
@@ -53,7 +52,7 @@ def save(figure: Figure, stem: Path) -> list[Path]:
 
 
 def panel(ax: Axes, lines: list[Curve], title: str) -> None:
-    """Draw curves with their seeds or bands into one pair of axes, the lowest named first."""
+    """Draw curves with their seeds or bands into ``ax``; the lowest is first in the legend."""
     looks = styles(line.variant for line in lines)
     for line in sorted(lines, key=lambda line: line.last):
         look = looks[line.variant]
@@ -80,13 +79,10 @@ def panel(ax: Axes, lines: list[Curve], title: str) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
     ax.tick_params(labelleft=True)
-    ax.grid(alpha=0.3, linewidth=0.5)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
 
 
 def log_limits(lines: list[Curve]) -> tuple[float, float]:
-    """Limits of the loss axis: they hold every line after its steep start, but no band."""
+    """Limits of the loss axis that show every line after its steep start; bands may be cut."""
     shown = np.concatenate(
         [
             losses[line.tokens >= _START * line.tokens[-1]]

@@ -1,4 +1,4 @@
-"""The paper's figures in its arrangement: one column per panel, test above train."""
+"""The paper's figures in the paper's layout: one column per panel, test above train."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from softmax_rnn.report.curves import curves, drawn_each, note, seed_interval
+from softmax_rnn.report.curves import curves, note, seed_interval, single_seeds
 from softmax_rnn.report.figure import TITLES, explain, log_limits, panel, save
 from softmax_rnn.report.style import LOOK, style
 from softmax_rnn.training.folder import RunFolder
@@ -33,15 +33,15 @@ def draw_curves(columns: Sequence[Column], title: str, stem: Path, large: bool) 
         size = (unit[0] * len(columns), unit[1] * len(TITLES) + 0.4)
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots(len(TITLES), len(columns), squeeze=False, sharex="col")
-        for place, column in enumerate(columns):
+        for index, column in enumerate(columns):
             drawn = {split: curves(column.runs, split) for split in TITLES}
             counts += [len(line.seeds) for line in drawn["test"]]
             limits = log_limits([line for lines in drawn.values() for line in lines])
             for row, (split, lines) in enumerate(drawn.items()):
-                ax = axes[row, place]
+                ax = axes[row, index]
                 panel(ax, lines, f"{column.title}: {TITLES[split].lower()}")
                 ax.set_ylim(*limits)
-                # Beside the curves: within the axes it would hide some.
+                # Beside the axes: inside it would hide curves.
                 ax.legend(
                     title="final loss",
                     loc="upper left",
@@ -49,7 +49,7 @@ def draw_curves(columns: Sequence[Column], title: str, stem: Path, large: bool) 
                     frameon=False,
                     handlelength=3,
                 )
-            axes[0, place].set_xlabel("")
+            axes[0, index].set_xlabel("")
         for row in axes[:, 0]:
             row.set_ylabel("nats per token (log scale)")
         figure.suptitle(title)
@@ -58,7 +58,7 @@ def draw_curves(columns: Sequence[Column], title: str, stem: Path, large: bool) 
 
 
 def draw_orders(columns: Sequence[Column], title: str, stem: Path) -> list[Path]:
-    """Final training and test loss against the highest power; softmax's as a line; PNG and SVG."""
+    """Final losses against the highest power, softmax as a horizontal line; writes PNG and SVG."""
     with mpl.rc_context(LOOK):
         figure = Figure(figsize=(9.0, 3.8), layout="constrained")
         axes = figure.subplots(1, 2)
@@ -71,10 +71,9 @@ def draw_orders(columns: Sequence[Column], title: str, stem: Path) -> list[Path]
             ax.set_xlabel("highest power n")
             ax.xaxis.set_major_locator(MaxNLocator(integer=True))
             ax.set_yscale("log")
-            ax.set_ylim(0.97 * min(every), 1.03 * max(every))  # of the losses, not their intervals
+            ax.set_ylim(0.97 * min(every), 1.03 * max(every))  # intervals may be cut
             ax.yaxis.set_major_formatter("{x:g}")
             ax.yaxis.set_minor_formatter("{x:g}")
-            ax.grid(alpha=0.3, linewidth=0.5)
         axes[0].set_ylabel("nats per token (log scale)")
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper")
@@ -85,13 +84,13 @@ def draw_orders(columns: Sequence[Column], title: str, stem: Path) -> list[Path]
 
 
 def _orders(ax: Axes, column: Column, quantity: str) -> list[list[float]]:
-    """Draw a series' losses over its orders, with seeds or intervals; return each seed's."""
+    """Draw a series' losses against its orders, with seeds or intervals; return all losses."""
     by_order: dict[str, list[float]] = {}
     for run in column.runs:
         order = str(run.config.attention).partition(":")[2]
         by_order.setdefault(order, []).append(run.summary[quantity])
     look = style(column.title)
-    if set(by_order) == {""}:  # not a family of orders
+    if set(by_order) == {""}:  # a variant without an order
         ax.axhline(float(np.mean(by_order[""])), color=look.color, label=column.title)
         return [by_order[""]]
     orders = sorted(by_order, key=int)
@@ -110,6 +109,6 @@ def _orders(ax: Axes, column: Column, quantity: str) -> list[list[float]]:
         label=column.title,
     )
     for order in orders:
-        single = drawn_each(np.array(by_order[order]))
+        single = single_seeds(np.array(by_order[order]))
         ax.scatter([int(order)] * len(single), single, 4, color=look.color, alpha=0.6)
     return list(by_order.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,15 +22,14 @@ from softmax_rnn.report.style import Style, styles
 from softmax_rnn.report.table import by_variant, cells, interval_note, label
 from softmax_rnn.training.folder import RunFolder
 
-# Points of a training curve, at most: what a screen shows.
-_FINEST = 400
-# Smoothing: points per window, while enough windows remain.
+_MAX_POINTS = 400  # of a training curve: a screen shows no more
+# Smoothing levels, in points per window. A level needs 8 windows; the one shown first has 40.
 _SMOOTHING = (1, 2, 5, 10, 20, 50)
-_FEWEST, _AT_FIRST = 8, 40
+_MIN_WINDOWS, _FIRST_WINDOWS = 8, 40
 
 
-class Place(NamedTuple):
-    """Runs under one condition on one corpus, and their table."""
+class Section(NamedTuple):
+    """A section of the page: runs under one condition on one corpus, and their table."""
 
     title: str
     runs: Sequence[RunFolder]
@@ -37,18 +37,18 @@ class Place(NamedTuple):
 
 
 def page(
-    places: Sequence[Place],
+    sections: Sequence[Section],
     folder: Path,
     title: str = "Attention variants side by side",
     claims: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The whole page; everything that a configuration could say is escaped.
+    """The HTML page. All text from configurations is escaped.
 
     Args:
-        places: one section each.
-        folder: where the page will lie; its links are relative.
+        sections: the sections of the page.
+        folder: the folder of the page; its links are relative.
         title: the heading.
-        claims: one row per check, as ``experiments.claims.verdict_table`` gives them.
+        claims: one row per check, from ``experiments.claims.verdict_table``.
     """
     environment = Environment(
         loader=PackageLoader("softmax_rnn.report", "."),
@@ -59,20 +59,20 @@ def page(
     return environment.get_template("report.html.jinja").render(
         title=title,
         claims=claims,
-        places=[_section(place, folder) for place in places],
+        sections=[_section(section, folder) for section in sections],
         plotly=get_plotlyjs(),
     )
 
 
-def _section(place: Place, folder: Path) -> dict[str, Any]:
-    header, *rows = cells(place.table)
+def _section(section: Section, folder: Path) -> dict[str, Any]:
+    header, *rows = cells(section.table)
     return {
-        "title": place.title,
+        "title": section.title,
         "header": header,
         "rows": rows,
-        "note": interval_note(place.table),
-        "lines": note(place.table.seeds),
-        "curves": _curves(place.runs),
+        "note": interval_note(section.table),
+        "lines": note(section.table.seeds),
+        "curves": _curves(section.runs),
         "runs": [
             {
                 "name": f"{label(run)}, seed {run.config.seed}",
@@ -81,16 +81,16 @@ def _section(place: Place, folder: Path) -> dict[str, Any]:
                 "config": format_yaml(run.config.to_dict()),
                 "environment": format_yaml(run.environment),
             }
-            for run in place.runs
+            for run in section.runs
         ],
     }
 
 
 def _curves(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """What the page's script draws: the curves of every level of smoothing, and their limits."""
+    """The data of the page's script: curves at every smoothing level, and axis limits."""
     test, train = curves(runs, "test"), curves(runs, "train")
     levels, looks = _train_levels(runs), styles(curve.variant for curve in test)
-    enough = [place for place, (_, level) in enumerate(levels) if len(level[0].mean) >= _AT_FIRST]
+    enough = [i for i, (_, level) in enumerate(levels) if len(level[0].mean) >= _FIRST_WINDOWS]
     return {
         "limits": log_limits([*test, *train]),
         "test": [[_plain(curve, looks[curve.variant]) for curve in test]],
@@ -101,14 +101,14 @@ def _curves(runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def _train_levels(runs: Sequence[RunFolder]) -> list[tuple[int, list[Curve]]]:
-    """Training curves with the steps that each of their points is the mean of, finest first."""
+    """Training curves at every smoothing level, with the number of steps per point."""
     logged = {
         variant: [run.metrics for run in seeds.values()]
         for variant, seeds in by_variant(runs).items()
     }
     rows = min(len(metrics) for seeds in logged.values() for metrics in seeds)
-    finest = -(-rows // _FINEST)
-    sizes = [finest * n for n in _SMOOTHING if n == 1 or rows // (finest * n) >= _FEWEST]
+    finest = math.ceil(rows / _MAX_POINTS)
+    sizes = [finest * n for n in _SMOOTHING if n == 1 or rows // (finest * n) >= _MIN_WINDOWS]
     return [
         (
             size * runs[0].config.log_every,

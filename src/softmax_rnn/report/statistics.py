@@ -1,4 +1,4 @@
-"""Paired differences of test losses, with their intervals."""
+"""Paired differences of test losses, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ BLOCKS_ONLY = "test blocks only"
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean paired difference and its confidence interval, nats per token.
+    """A mean paired difference and its confidence interval, in nats per token.
 
     Attributes:
-        mean: over seeds and test blocks.
-        low: where the interval begins.
-        high: where it ends.
+        mean: the mean over seeds and test blocks.
+        low: the lower end of the interval.
+        high: the upper end of the interval.
         over: what the interval covers: ``seeds and test blocks``, or with one seed ``test blocks
-            only``; trained with another seed, the two models may differ by more.
+            only``. With another seed the two models may differ by more.
     """
 
     mean: float
@@ -33,8 +33,8 @@ class Difference:
     over: str
 
     def __str__(self) -> str:
-        """The mean and its interval, which says so where it covers no seeds."""
-        if math.isinf(self.low):  # one test block of one seed
+        """The mean and its interval, with a note if the interval does not cover seeds."""
+        if math.isinf(self.low):  # one seed and one test block
             return f"{self.mean:+.4f}"
         only = f" ({self.over})" if self.over == BLOCKS_ONLY else ""
         return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]{only}"
@@ -45,15 +45,15 @@ def paired_difference(
 ) -> Difference:
     """The mean of ``losses - reference``, paired by seed and test block.
 
-    Seeds and blocks are two crossed samples: the variance of the mean is estimated as that of the
-    block means over the number of blocks plus that of the seed means over the number of seeds
-    (which counts their interaction twice, on the careful side), with Satterthwaite's degrees of
-    freedom. With one seed the interval covers the test blocks only.
+    Seeds and blocks are two crossed samples. The variance of the mean is estimated as the variance
+    of the block means divided by the number of blocks, plus the variance of the seed means divided
+    by the number of seeds. This counts their interaction twice, so the interval is rather too wide.
+    The degrees of freedom are Satterthwaite's. With one seed the interval covers test blocks only.
 
     Args:
         losses: the variant's losses [seeds, blocks].
-        reference: the reference's, of the same seeds and blocks.
-        confidence: of the interval.
+        reference: the reference's losses for the same seeds and blocks.
+        confidence: confidence level of the interval.
     """
     if losses.shape != reference.shape:
         raise ValueError(f"Losses of shapes {losses.shape} and {reference.shape} cannot be paired.")
@@ -81,8 +81,8 @@ def paired_runs(
     seeds: Sequence[int],
     confidence: float = 0.95,
 ) -> Difference:
-    """The difference of the final test losses of two variants, on the seeds that they share."""
+    """The paired difference of two variants' final test losses, on the given seeds."""
     losses, others = (
-        np.stack([of[seed].test_losses for seed in seeds]) for of in (runs, reference)
+        np.stack([side[seed].test_losses for seed in seeds]) for side in (runs, reference)
     )
     return paired_difference(losses, others, confidence)

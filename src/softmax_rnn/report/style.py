@@ -1,4 +1,4 @@
-"""One colour and line style a variant, the same in every figure."""
+"""One colour and line style per variant, the same in every figure."""
 
 from __future__ import annotations
 
@@ -6,27 +6,35 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-# Okabe and Ito's colours, told apart by colour-blind readers.
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
 _BLACK, _ORANGE, _SKY, _GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 _BLUE, _VERMILION, _PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 _PALETTE = (_BLUE, _VERMILION, _GREEN, _PURPLE, _ORANGE, _SKY)
 _DASHES = ("-", "--", "-.", ":")
 _BY_ORDER = dict(zip((0, 1, 2, 3, 4, 6, 10), ("#999999", *_PALETTE), strict=True))
 
-
-# What every figure shares: text that can be searched, and SVG that is the same each time.
-LOOK: dict[Any, Any] = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "softmax-rnn"}
+# Settings of every figure. SVG files contain searchable text, and are the same each time.
+LOOK: dict[Any, Any] = {
+    "font.size": 9,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "softmax-rnn",
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "grid.linewidth": 0.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 
 
 class Style(NamedTuple):
-    """A line: its colour, and its dashes in matplotlib's and plotly's words."""
+    """A line's colour, and its dashes as matplotlib names them."""
 
     color: str
     dashes: str
 
     @property
     def plotly_dash(self) -> str:
-        """The dashes as plotly calls them."""
+        """The dashes as plotly names them."""
         return {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}[self.dashes]
 
 
@@ -37,7 +45,7 @@ _FIXED = {
     "linear_elu": Style(_GREEN, "-."),
     "linear_relu": Style(_ORANGE, "-."),
     "linear_cosine": Style(_PURPLE, "-."),
-    # Lines over orders.
+    # Series, drawn against the order.
     "taylor": Style(_BLUE, "-"),
     "taylor_elu": Style(_GREEN, "-"),
     "taylor_relu": Style(_ORANGE, "-"),
@@ -50,7 +58,7 @@ _FREE = [
     for color in _PALETTE
     if (look := Style(color, dashes)) not in _FIXED.values()
 ]
-# The ablations of figure 6, no two alike.
+# The ablations of figure 6, all different.
 _ABLATIONS = (
     *("detached", "clamped", "length", "detached_gate", "gate_only", "input_gate", "both_gates"),
     *("relu_gate", "norm_l2_clamped", "norm_l2_length", "norm_rms", "norm_rms_length"),
@@ -60,10 +68,7 @@ _STYLES = {**_FIXED, **dict(zip(_ABLATIONS, _FREE, strict=False))}
 
 
 def style(variant: str) -> Style:
-    """The style of a variant, by its name alone.
-
-    In ``taylor_elu:4`` the series gives the dashes and the order the colour.
-    """
+    """The style for a variant's name; in ``taylor_elu:4`` the order sets the colour."""
     series, _, order = variant.partition(":")
     if variant in _STYLES:
         return _STYLES[variant]
@@ -74,7 +79,7 @@ def style(variant: str) -> Style:
 
 
 def styles(variants: Iterable[str]) -> dict[str, Style]:
-    """The styles of variants in one figure: where two have the same, one takes another."""
+    """The styles of variants in one figure; of two with the same style one gets a free style."""
     looks: dict[str, Style] = {}
     for name in sorted(variants, key=lambda name: (name not in _STYLES, name)):
         look, taken = style(name), looks.values()

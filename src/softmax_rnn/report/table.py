@@ -18,23 +18,23 @@ from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder, differences
 
 REFERENCE = "softmax"
-# Fields of a summary that are shown where they are not 0, and their titles.
+# Fields of a summary that are shown only if one is not 0, and their column titles.
 _EVENTS = {"skipped_steps": "steps skipped", "loss_spikes": "loss spikes"}
-# The text itself is compared by its hash, wherever it lies.
+# The corpus may have another path: its text is compared by hash.
 _MAY_DIFFER = ("attention", "seed", "corpus", "text_column", *RunConfig.neutral_fields())
 
 
 def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
     """One row per variant; losses are means over its seeds.
 
-    Columns: variant, seeds, parameters, train_loss (mean of the last tenth of the run), test_loss
-    (after the last step, on the whole test split), difference, low, high (to softmax, paired by
-    seed and block, 95% interval; not a number without softmax), interval_over (what it covers:
-    with one seed in common test blocks only), tokens_per_second (median), peak_memory_bytes
-    (largest), skipped_steps (without update) and loss_spikes (sums over seeds).
+    Columns: variant; seeds; parameters; train_loss (mean over the last tenth of the run); test_loss
+    (on the full test split after the last step); difference, low and high (difference to softmax
+    with its 95% interval, paired by seed and block; NaN without softmax); interval_over (what the
+    interval covers: with one shared seed, test blocks only); tokens_per_second (median);
+    peak_memory_bytes (maximum); skipped_steps and loss_spikes (sums over seeds).
 
     Raises:
-        ValueError: for runs that cannot be compared, naming two of them and what differs.
+        ValueError: if runs cannot be compared; the message names two runs and what differs.
     """
     require_comparable(runs)
     grouped = by_variant(runs)
@@ -72,7 +72,7 @@ def require_comparable(runs: Sequence[RunFolder]) -> None:
         if differing := differences(first, _conditions(run), "here"):
             raise ValueError(
                 f"{runs[0].path} (there) and {run.path} (here) cannot be compared: {differing}. "
-                "Report on them apart."
+                "Report on them separately."
             )
 
 
@@ -90,37 +90,36 @@ def _conditions(run: RunFolder) -> dict[str, Any]:
 
 
 def by_variant(runs: Sequence[RunFolder]) -> dict[str, dict[int, RunFolder]]:
-    """The runs by the name of their attention, in the order of the paper's table, then by seed."""
+    """The runs by the name of their attention, then by seed, in the order of the variants."""
     grouped: dict[str, dict[int, RunFolder]] = {}
     for run in runs:
         seeds = grouped.setdefault(label(run), {})
         if run.config.seed in seeds:
             raise ValueError(
-                f"{run.path} and {seeds[run.config.seed].path} are runs of one variant and seed; "
+                f"{run.path} and {seeds[run.config.seed].path} are runs of one variant and seed: "
                 "report on one of them."
             )
         first = next(iter(seeds.values()), run)
         if first.config.spec != run.config.spec:
             raise ValueError(
                 f"{first.path} and {run.path} have one name, {label(run)!r}, for two attentions: "
-                "report on them apart."
+                "report on them separately."
             )
         seeds[run.config.seed] = run
-    rank = {name: place for place, name in enumerate(variants())}
+    rank = {name: index for index, name in enumerate(variants())}
 
-    def place(name: str) -> tuple[int, int, str]:
+    def position(name: str) -> tuple[int, int, str]:
         family, _, order = name.partition(":")
         return rank.get(family, len(rank)), int(order) if order.isdecimal() else 0, name
 
-    names = sorted(grouped, key=place)
-    return {name: grouped[name] for name in names}
+    return {name: grouped[name] for name in sorted(grouped, key=position)}
 
 
 def label(run: RunFolder) -> str:
-    """What a run's attention is called in tables and figures.
+    """The name of a run's attention in tables and figures.
 
-    A variant's name; for an attention given by its fields, NAME of a folder ``NAME-seed0``, or the
-    fields that are not softmax's.
+    This is the name of its variant. For an attention that is given by its fields, it is NAME if the
+    run's folder is ``NAME-seed0``, else the fields that differ from softmax's.
     """
     attention = run.config.attention
     if isinstance(attention, str):
@@ -136,7 +135,7 @@ def label(run: RunFolder) -> str:
 
 
 def may_name(name: str, spec: AttentionSpec) -> bool:
-    """Whether a name may stand for a specification: no variant with another one has that name."""
+    """Whether an attention may have this name: it is valid, and no other variant's name."""
     try:
         return resolve(name) == spec
     except ValueError:
@@ -144,7 +143,7 @@ def may_name(name: str, spec: AttentionSpec) -> bool:
 
 
 def cells(table: pd.DataFrame) -> list[list[str]]:
-    """The table's cells as text, the header first; all-zero event columns are dropped."""
+    """The table's cells as text, header first; all-zero event columns are dropped."""
     shown = {
         "variant": table.variant,
         "seeds": table.seeds.map(str),
@@ -160,24 +159,24 @@ def cells(table: pd.DataFrame) -> list[list[str]]:
 
 
 def difference_text(row: Mapping[Any, Any]) -> str:
-    """The difference to softmax of a row of ``results``, with its interval."""
+    """A row's difference to softmax with its interval; the row is one of ``results``."""
     if np.isnan(row["difference"]):
         return "-"
     return str(Difference(row["difference"], row["low"], row["high"], row["interval_over"]))
 
 
 def interval_note(table: pd.DataFrame) -> str:
-    """What an interval of one seed does not cover, where the table has one."""
+    """A warning if the table contains an interval over a single seed, else nothing."""
     if not (table.interval_over == BLOCKS_ONLY).any():
         return ""
     return (
-        f"An interval over {BLOCKS_ONLY} is of one seed and does not cover seeds: with another "
-        "seed the difference may lie outside it."
+        f"An interval over {BLOCKS_ONLY} comes from a single seed: with another seed the "
+        "difference may be outside it."
     )
 
 
 def rich_table(table: pd.DataFrame) -> Table:
-    """For the terminal."""
+    """The table for the terminal."""
     header, *rows = cells(table)
     shown = terminal_table(header, rows, left=header[:1])
     shown.caption = interval_note(table) or None
