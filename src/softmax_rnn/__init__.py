@@ -1,7 +1,7 @@
 """Softmax attention as a sum of RNNs: one specification, several exact forms, fair comparison.
 
-The names of the operation are imported at once and need torch and numpy alone. Those that stand on
-Hugging Face's transformers are imported when they are first used (PEP 562).
+The names of the operation are imported at once; they need only torch and numpy. The names that need
+Hugging Face's transformers are imported on first use (PEP 562).
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ __all__ = [
     "variant",
     "variants",
 ]
-_OF_MODELS = ("RecurrentCache", "SoftmaxRNNConfig", "SoftmaxRNNForCausalLM", "from_llama")
+_MODEL_NAMES = ("RecurrentCache", "SoftmaxRNNConfig", "SoftmaxRNNForCausalLM", "from_llama")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF_MODELS:
+    if name not in _MODEL_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("softmax_rnn.models"), name)
 

@@ -108,7 +108,7 @@ def test_prepare_stopped_before_its_first_shard_starts_again(
     }[command]
     monkeypatch.setattr(preparation, "encode_all", lambda *_: signal.raise_signal(15))
     assert main(words) == 75
-    told = "nothing was kept of the corpus: rerun the same command to start again\n"
+    told = "no part of the corpus was kept: rerun the same command to start again\n"
     assert capsys.readouterr().err.endswith(f"Stopped by SIGTERM; {told}")
 
 

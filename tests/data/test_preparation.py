@@ -246,7 +246,7 @@ def test_a_prepared_folder_is_a_corpus(rows: Path, tmp_path: Path) -> None:
     shutil.copytree(made.folder, tmp_path / "copy")
     rows.unlink()
     assert prepare(str(tmp_path / "copy"), byte_tokenizer()).manifest == made.manifest
-    with pytest.raises(CorpusError, match=r"copy was prepared with test_fraction=0.02 .asked.*0.5"):
+    with pytest.raises(CorpusError, match=r"was prepared with test_fraction=0.02 .requested.*0.5"):
         prepare(str(tmp_path / "copy"), byte_tokenizer(), test_fraction=0.5)
     other = byte_tokenizer()
     other.add_tokens(["<more>"])

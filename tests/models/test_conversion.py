@@ -170,7 +170,7 @@ def test_other_families_are_refused(family: str) -> None:
             lambda: MistralForCausalLM(
                 MistralConfig(**WIDE, sliding_window=None, attention_bias=True)
             ),
-            r"other are model\.layers\.0\.self_attn\.k_proj\.bias, .* and more",
+            r"these differ: model\.layers\.0\.self_attn\.k_proj\.bias, .* and more",
         ),
     ],
 )

@@ -135,7 +135,7 @@ def test_names() -> None:
         sr.variant("taylor", order=-1)
     with pytest.raises(ValueError, match="an integer >= 0"):
         sr.variant("taylor:-1")
-    with pytest.raises(ValueError, match="came on top"):
+    with pytest.raises(ValueError, match="was given as well"):
         sr.variant("taylor:2", order=3)
     with pytest.raises(ValueError, match="AttentionSpec or a variant's name, not 3"):
         sr.attention(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 3)  # type: ignore[arg-type]
@@ -167,7 +167,7 @@ def test_a_registration_that_is_refused(registry: None) -> None:
     with pytest.raises(ValueError, match="must be an AttentionSpec, not {}"):
         sr.register_variant("mine", {})  # type: ignore[arg-type]
     for name in ("softmax", "softmax_l2"):
-        with pytest.raises(ValueError, match=f"variant '{name}' exists and is another spec"):
+        with pytest.raises(ValueError, match=f"variant '{name}' already exists with another spec"):
             sr.register_variant(name, sr.variant("gate"))
     sr.register_variant("softmax_l2", sr.variant("norm"))
     assert not variants_module._REGISTERED
@@ -222,7 +222,7 @@ def test_variants_of_packages(
         messages = "".join(str(warning.message) for warning in caught)
         assert "variant 'softmax' of the package 'their-package'" in messages
         sr.register_variant("theirs", sr.variant("theirs"))
-        with pytest.raises(ValueError, match="exists and is another spec"):
+        with pytest.raises(ValueError, match="already exists with another spec"):
             sr.register_variant("theirs", sr.AttentionSpec())
     finally:
         monkeypatch.undo()

@@ -97,8 +97,8 @@ def test_files_that_are_no_configuration(tmp_path: Path) -> None:
         ("- a list", "a mapping of config keys"),
         ("steps: [1", "is not YAML"),
         ("plain", "a mapping of config keys"),
-        ("steps: 5\nsteps: 6\n", "a key stands twice"),
-        ("corpus: &a [b]\ntokenizer: *a\n", "an alias"),
+        ("steps: 5\nsteps: 6\n", "a key is duplicated"),
+        ("corpus: &a [b]\ntokenizer: *a\n", "aliases are not allowed"),
         ("seed: !!bool x", "is not YAML"),
         ("stepz: 5", "Did you mean .steps"),
     ):

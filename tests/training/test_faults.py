@@ -202,7 +202,7 @@ def old_and_new(case: Case) -> None:
             os.utime(path, ((year - 1970) * 31_557_600,) * 2)
 
 
-SAVED = r"Stopped by {} after step 7, which checkpoint-7 holds; rerun the same command to resume"
+SAVED = r"Stopped by {} after step 7, saved in checkpoint-7; rerun the same command to resume"
 UNWRITTEN = r"checkpoint-8 could not be written: .*{}.*MiB left.*run/checkpoint-4; when there is"
 LEFT_OUT = r"checkpoint-7 is left out: {}"
 DAMAGED = r"The prepared corpus .* is damaged: train-00000.bin {}"
@@ -214,19 +214,19 @@ FAULTS = {
     "SIGINT": Fault(SAVED.format("SIGINT"), STOPPED, before=sent(signal.SIGINT)),
     "Slurm's SIGUSR1": Fault(SAVED.format("SIGUSR1"), STOPPED, before=sent(signal.SIGUSR1)),
     "SIGTERM in an evaluation": Fault(
-        "Stopped by SIGTERM after step 6, which checkpoint-6 holds",
+        "Stopped by SIGTERM after step 6, saved in checkpoint-6",
         STOPPED,
         before=sent(signal.SIGTERM, at_batch, 6),
     ),
     "SIGTERM in the last evaluation": Fault(
-        "Stopped by SIGTERM after step 12, which checkpoint-12 holds",
+        "Stopped by SIGTERM after step 12, saved in checkpoint-12",
         STOPPED,
         before=sent(signal.SIGTERM, at_batch, 12),
     ),
     "SIGTERM twice": Fault("", -signal.SIGTERM, before=sent_twice),
     "SIGKILL": Fault("", -signal.SIGKILL, before=lambda case: at_step(7, kill)),
     "time is over": Fault(
-        "Stopped by the end of its time",
+        "Stopped by its time limit",
         STOPPED,
         before=lambda case: at_step(7, functools.partial(time.sleep, 1.0)),
         options=("--stop-after", "1s"),

@@ -92,7 +92,7 @@ def test_time_is_a_wish_like_others() -> None:
         stop.defer()
         time.sleep(0.2)
         assert stop.code == signal.SIGALRM
-    assert str(RunStopped(stop.code, "here")) == "Stopped by the end of its time here"
+    assert str(RunStopped(stop.code, "here")) == "Stopped by its time limit here"
     with StopRequest(0.05):
         pass
     time.sleep(0.1)  # no alarm is left
@@ -142,7 +142,7 @@ def test_the_same_wish_again_does_not_disturb_the_end(texts: Path, tmp_path: Pat
         time.sleep(0.005)
     _, told = process.communicate()
     assert process.returncode == ExitCode.STOPPED, told
-    assert b"which checkpoint-" in told
+    assert b"saved in checkpoint-" in told
 
 
 def test_a_duration_that_no_timer_takes_is_named() -> None:

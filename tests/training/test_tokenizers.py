@@ -124,5 +124,5 @@ def test_another_end_of_text_is_another_corpus(llama_like: Path, texts: Path) ->
         folders.append(load_corpus(config).folder)
     assert folders[0] == folders[1] != folders[2]
     config = tiny(folders[0], tokenizer=str(llama_like), end_of_text="<s>")
-    with pytest.raises(ValueError, match=re.escape("end_of_text=2 (asked for: 1)")):
+    with pytest.raises(ValueError, match=re.escape("end_of_text=2 (requested: 1)")):
         load_corpus(config)

@@ -1,1 +1,1 @@
-"""What every part stands on: files, messages, plain data."""
+"""Utilities of all parts: files, messages, plain data."""

@@ -22,7 +22,7 @@ EXIT_CODES = {
     ExitCode.FINISHED: "finished",
     ExitCode.FAILED: "the run failed",
     ExitCode.WRONG_INPUT: "invalid arguments, corpus or run folder",
-    ExitCode.STOPPED: "stopped by a signal or --stop-after; rerun the same command (train: with --resume)",
+    ExitCode.STOPPED: "stopped by a signal or --stop-after; to resume rerun it (train: --resume)",
     ExitCode.INTERRUPTED: "interrupted where there is nothing to save",
 }
 
@@ -54,7 +54,7 @@ def shown(value: Any) -> str:
 
 
 def missing_extra(extra: str, needed_for: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """The error for a package that only an optional dependency group (an extra) brings."""
+    """The error for a package that only an optional dependency group (an extra) installs."""
     return ModuleNotFoundError(
         f"{needed_for} needs the package {error.name!r}: pip install 'softmax-rnn[{extra}]'.",
         name=error.name,

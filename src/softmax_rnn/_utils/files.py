@@ -1,4 +1,4 @@
-"""Files that are never half written: under a temporary name, then renamed."""
+"""Atomic writes: a file is written under a temporary name, then renamed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Errors that another folder avoids; a full disk, say, is none of them.
+# Errors that another folder may avoid. A full disk is not among them.
 UNUSABLE = (
     *(errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOENT),
     *(errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
 )
-_ASIDE = re.compile(r"\..+\.(\d+|parts)")  # temporary names: of file_aside, and of checkpoints
+_TEMPORARY = re.compile(r"\..+\.(\d+|parts)")  # temporary names: of file_aside, and of checkpoints
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def file_aside(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file at once: a reader sees the old text or the new one."""
+    """Write a file atomically: a reader sees either the old text or the new text."""
     with file_aside(path) as aside:
         aside.write_text(text, encoding="utf-8")
 
@@ -79,9 +79,9 @@ def sync(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of a killed process; nobody else may be writing in ``folder``."""
+    """Remove the temporary files of a killed process; no other process may write in ``folder``."""
     for path in folder.iterdir():
-        if not _ASIDE.fullmatch(path.name):
+        if not _TEMPORARY.fullmatch(path.name):
             continue
         if path.is_dir():
             shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""Damaged files: found by SHA-256 hashes that are stored beside the data."""
+"""Detection of damaged files, by SHA-256 hashes that are stored with the data."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def read_sealed(path: Path) -> dict[str, Any] | None:
 
 
 def seal(folder: Path) -> None:
-    """List every file below a folder with its size and hash, once all is on the disk."""
+    """Write a folder's manifest (size and hash of every file) after all data is on the disk."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     files = {
         path.relative_to(folder).as_posix(): {

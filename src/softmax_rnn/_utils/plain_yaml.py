@@ -1,4 +1,4 @@
-"""YAML as plain data: no objects, no aliases, no key twice."""
+"""YAML as plain data: no objects, no aliases, no duplicate keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def parse_yaml(text: str | bytes, where: object) -> Any:
     """
     try:
         return _PlainLoader(text.decode() if isinstance(text, bytes) else text).get_single_data()
-    except Exception as error:  # PyYAML passes on those of its converters
+    except Exception as error:  # PyYAML also raises the errors of its converters
         raise ValueError(f"{where} is not YAML: {error}") from error
 
 
@@ -60,13 +60,13 @@ class _PlainLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(problem="an alias, which is not taken", problem_mark=mark)
+            raise yaml.MarkedYAMLError(problem="aliases are not allowed", problem_mark=mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = super().construct_mapping(node, deep)
         if len(mapping) < len(node.value):
-            raise yaml.MarkedYAMLError(problem="a key stands twice", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(problem="a key is duplicated", problem_mark=node.start_mark)
         return mapping
 
 

@@ -1,4 +1,4 @@
-"""Progress bars, and messages above them. All of it goes to standard error."""
+"""Progress bars, and messages above them. Both are written to standard error."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rich.progress import (
 )
 
 console = Console(stderr=True)
-_SECONDS_BETWEEN_LINES = 60.0  # where no terminal shows a bar; in two days a log grows
+_SECONDS_BETWEEN_LINES = 60.0  # without a terminal; keeps the log of a long run short
 
 
 def notice(message: str) -> None:
-    """Print a message on lines of its own, above the progress bar."""
+    """Print a message on its own lines, above the progress bar."""
     console.print(message, soft_wrap=True, markup=False, highlight=False)
 
 
 class ProgressBar:
-    """A bar with the time left; without a terminal, a line a minute.
+    """A bar with the time left; without a terminal, one line per minute.
 
     Args:
         label: what is being done.
@@ -70,7 +70,7 @@ class ProgressBar:
         self._progress.stop()
 
     def update(self, completed: float, text: str = "", total: float | None = None) -> None:
-        """Move the bar to ``completed``, with ``text`` beside it."""
+        """Move the bar to ``completed``, with ``text`` next to it."""
         fields: dict[str, Any] = {} if total is None else {"total": total}
         self._progress.update(self._task, completed=completed, text=text, **fields)
         now = time.monotonic()

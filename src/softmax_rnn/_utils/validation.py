@@ -1,4 +1,4 @@
-"""Validation of plain data against types, by pydantic, with messages of our own."""
+"""Validation of plain data against types, by pydantic, with our own messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def validated(kind: Any, data: Any, where: object = "") -> Any:
     """``data`` as an instance of ``kind``.
 
     Args:
-        kind: a type: a ``TypedDict`` or dataclass whose fields are those above, a list of them...
+        kind: a type: a ``TypedDict`` or dataclass with fields of the types above, a list of them...
         data: plain data.
         where: its origin (a file, say), for the error.
 
@@ -52,6 +52,6 @@ def validated(kind: Any, data: Any, where: object = "") -> Any:
         raise ValueError(f"{prefix}{unknown(place, first['input'], allowed)}")
     if first["type"] == "extra_forbidden":
         raise ValueError(f"{prefix}{place} is not a known field.")
-    # Such as "Input should be ...", "List should have at least 1 item after validation, not 0".
+    # For example "Input should be ...", "List should have at least 1 item after validation, not 0".
     required = re.sub(r"^\w+ should ", "must ", first["msg"]).partition(" after validation")[0]
     raise ValueError(f"{prefix}{place or 'it'} {required}, not {shown(first['input'])}.")

@@ -14,6 +14,8 @@ from softmax_rnn.training.stopping import seconds
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+CACHES = ("auto", "recurrent", "key-value", "none")  # of generate
+
 
 class Command(NamedTuple):
     """A subcommand.

@@ -11,7 +11,7 @@ from transformers import TextStreamer, set_seed
 from transformers.cache_utils import Cache, DynamicCache
 
 from softmax_rnn._utils.errors import require_choice
-from softmax_rnn.cli.result_commands import CACHES
+from softmax_rnn.cli.command import CACHES
 from softmax_rnn.data import load_tokenizer
 from softmax_rnn.models import SoftmaxRNNForCausalLM
 from softmax_rnn.models.cache import RecurrentCache, key_value_bytes, recurrent_bytes

@@ -8,12 +8,10 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from softmax_rnn._utils.files import require_writable, write_json
-from softmax_rnn.cli.command import Command, show, show_paths, write_report
+from softmax_rnn.cli.command import CACHES, Command, show, show_paths, write_report
 from softmax_rnn.experiments.scales import SCALES
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.variants import ALIASES, FAMILIES, variants
-
-CACHES = ("auto", "recurrent", "key-value", "none")
 
 
 def _claims_options(parser: ArgumentParser, _: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Corpora to tokens to rows: read, tokenised once, memory-mapped, in a fixed order."""
+"""From corpora to rows of tokens, tokenised once, memory-mapped and read in a fixed order."""
 
 from softmax_rnn.data.cache import prepare, progress_bar
 from softmax_rnn.data.manifest import SPLITS

@@ -76,7 +76,7 @@ def prepare(
 
     The test split is the dataset's own (``test``, else ``validation``); otherwise whole documents
     are drawn with ``split_seed``. If there are only a few documents (one book, say), passages are
-    drawn instead: of about 1 MiB from a long text, of a hundredth of a short one.
+    drawn instead: each is about 1 MiB of a long text, or a hundredth of a short text.
 
     Args:
         corpus: files, as :func:`softmax_rnn.data.readers.corpus_files` takes them;
@@ -86,8 +86,8 @@ def prepare(
         text_column: key or column of the text in JSON lines, Parquet and datasets.
         test_fraction: share of the documents to hold out; at least one document is held out.
         split_seed: seed of that draw.
-        max_tokens: stop after the document with which the tokens of both splits reach this number;
-            a dataset's own test split stops at ``test_fraction`` of it.
+        max_tokens: stop after the document in which both splits together reach this number of
+            tokens; a dataset's own test split stops at ``test_fraction`` of this number.
         shard_tokens: a shard ends with the document that reaches this number of tokens.
         workers: threads that tokenise, by default and at most one per core. Each reads about four
             million characters ahead. The result does not depend on their number.
@@ -140,7 +140,7 @@ def _cores() -> int:
 def _require_settings(corpus: PreparedCorpus, settings: dict[str, Any]) -> None:
     manifest = corpus.manifest
     differing = [
-        f"{key}={manifest[key]!r} (asked for: {settings[key]!r})"
+        f"{key}={manifest[key]!r} (requested: {settings[key]!r})"
         for key in _COMPARED
         if manifest[key] != settings[key]
     ]
@@ -154,14 +154,14 @@ def _require_settings(corpus: PreparedCorpus, settings: dict[str, Any]) -> None:
 
 
 def _create(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Have one process at a time ``fill`` a folder; finished shards are kept if it fails."""
+    """Call ``fill`` for a folder in one process at a time; finished shards survive a failure."""
     if folder.exists() and not (folder / MANIFEST).exists():
         raise CorpusError(f"{folder} has lost its {MANIFEST}: delete it to prepare it again.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = folder.with_name(f".{folder.name}.lock")
     parts = folder.with_name(f".{folder.name}.parts")
     with FileLock(lock):  # released even if its process is killed
-        if not folder.exists():  # else another process has prepared it meanwhile
+        if not folder.exists():  # else another process prepared it in the meantime
             parts.mkdir(exist_ok=True)
             try:
                 fill(parts)
@@ -170,7 +170,7 @@ def _create(folder: Path, fill: Callable[[Path], None]) -> None:
                 kept = any(parts.glob("stretch-*.json")) or (parts / MANIFEST).exists()
                 if not kept:
                     shutil.rmtree(parts, ignore_errors=True)
-                    error.add_note("nothing was kept of the corpus")
+                    error.add_note("no part of the corpus was kept")
                 if not isinstance(error, OSError) or error.errno != errno.ENOSPC:
                     raise
                 advice = "Finished shards are kept: free some space and rerun to resume"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# The first document held out is among these, so that even a short corpus has a test split.
+# The first held-out document is among this many, so that a short corpus has a test split.
 _FIRST = 20
 
 
@@ -26,8 +26,8 @@ def mix(*numbers: int | NDArray[Any]) -> NDArray[np.uint64]:
 def held_out(seed: int, fraction: float, documents: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Whether each document, given by its number, belongs to the test split.
 
-    One is drawn from each group of ``1 / fraction`` consecutive documents: the share is exact, and
-    the total number of documents need not be known.
+    One document is drawn from each group of ``1 / fraction`` consecutive documents: the share is
+    exact, and the total number of documents need not be known.
     """
     share = Fraction(repr(fraction)).limit_denominator(10**6) or Fraction(1, 10**6)
     top, bottom = share.numerator, share.denominator
@@ -41,8 +41,8 @@ def held_out(seed: int, fraction: float, documents: NDArray[np.int64]) -> NDArra
 def scattered(seed: int, epoch: int, place: int, count: int) -> int:
     """The value at ``place`` of a permutation of ``range(count)`` that is never stored.
 
-    A Feistel network permutes the smallest power of 4 that is at least ``count``; it is applied
-    again while the value is too large.
+    A Feistel network permutes the numbers below the smallest power of 4 that is at least ``count``.
+    It is applied again while the value is too large.
     """
     half = (max(count - 1, 1).bit_length() + 1) // 2
     low = (1 << half) - 1

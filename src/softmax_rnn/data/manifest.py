@@ -1,4 +1,4 @@
-"""The manifest of a prepared corpus: what it must say, checked before any file it names is read."""
+"""The manifest of a prepared corpus, validated before any file that it names is read."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _check_consistency(path: Path, manifest: dict[str, Any]) -> None:
         raise ValueError(f"{path}: end_of_text must be an id of the vocabulary, not {found}.")
     for split in SPLITS:
         counts, shards = manifest[split], manifest[split]["shards"]
-        for number, shard in enumerate(shards):  # so that no name leads out of the folder
+        for number, shard in enumerate(shards):  # so that no name refers to another folder
             check(f"{split}.shards[{number}].name", shard["name"], shard_name(split, number))
         check(f"{split}.tokens", counts["tokens"], sum(shard["tokens"] for shard in shards))
         check(f"{split}.sha256", counts["sha256"], split_hash(shards))

@@ -26,15 +26,15 @@ from softmax_rnn.data.shards import Journal
 from softmax_rnn.data.source import Source
 from softmax_rnn.data.tokenise import Encoded, Encoder, chunks, encode_all
 
-# A corpus with less text is split once all of it is known: the share of its test documents is
-# exact, and if it has few documents, passages of the token stream are held out instead.
+# A smaller corpus is split after all of it is tokenised, so that the share of held-out documents is
+# exact. If it has few documents, passages of the token stream are held out instead.
 _SMALL = 2**26  # characters
 _FEW_DOCUMENTS = 20
 _PASSAGES = 100
 
 
 class Progress(NamedTuple):
-    """How far a preparation is."""
+    """The progress of a preparation."""
 
     share: float | None  # finished, 0 to 1; None if the size of the corpus is not known
     tokens: int  # written, including those of interrupted calls
@@ -43,7 +43,7 @@ class Progress(NamedTuple):
 
 @dataclass
 class _Pass:
-    """One pass over a split of the source, and how far it is."""
+    """One pass over a split of the source, and its progress."""
 
     name: str  # train or test; all for a small corpus
     limit: int | None = None  # stops at this number of tokens
@@ -57,7 +57,7 @@ class _Pass:
         return self.limit is not None and self.tokens >= self.limit
 
     def record(self, done: bool) -> dict[str, Any]:
-        """What the journal keeps of it."""
+        """The journal's record of this pass."""
         place = {key: getattr(self, key) for key in ("parts", "documents", "tokens", "bookmark")}
         return {"phase": self.name, "done": done, "place": place}
 
@@ -78,7 +78,7 @@ class Preparation:
 
     def run(self, folder: Path) -> None:
         """Fill the folder; the manifest is written last."""
-        if not (folder / MANIFEST).exists():  # else it was killed before the folder was renamed
+        if not (folder / MANIFEST).exists():  # else a call was killed before it renamed the folder
             self._fill(folder)
         for path in (*folder.glob("stretch-*.json"), folder / "source.json"):
             path.unlink(missing_ok=True)  # the manifest replaces them
@@ -87,7 +87,7 @@ class Preparation:
         pinned_file = folder / "source.json"
         self.journal = Journal(folder, self.encoder.dtype)
         pinned = read_sealed(pinned_file) if pinned_file.exists() else {}
-        if pinned is None and self.journal.records:  # from which version of the text is unknown
+        if pinned is None and self.journal.records:  # of an unknown version of the text
             raise CorpusError(
                 f"{pinned_file} is damaged: delete the folder {folder} to prepare the corpus "
                 f"{self.about['corpus']!r} from the start."
@@ -114,10 +114,10 @@ class Preparation:
         write_json(folder / MANIFEST, {**self.about, **counts, "source": pinned})
 
     def _split_and_write(self, split: str) -> None:
-        """Write a split from which documents are to be held out."""
+        """Write a split, and hold out some of its documents."""
         passages: Iterable[Passage] | None = None
         if all(record["phase"] == "all" for record in self.journal.records):
-            self.journal.records.clear()  # a small corpus is written at once
+            self.journal.records.clear()  # a small corpus is written in one segment
             coming, characters = self.source.read(split, None), 0
             beginning: list[Passage] = []
             for passage in coming:
@@ -136,7 +136,7 @@ class Preparation:
         self._stream(step, split, lambda numbers: held_out(seed, share, numbers), passages)
 
     def _write_small(self, passages: list[Passage]) -> None:
-        """Tokenise all documents whole, then hold out some of them."""
+        """Tokenise all documents, then hold out some of them."""
         total = sum(len(passage.text) for passage in passages)
         characters, tokens, encoded = 0, 0, []
         work = chunks(Passage(text, True) for text in documents(passages))
@@ -172,7 +172,7 @@ class Preparation:
         is_test: Callable[[NDArray[np.int64]], NDArray[Any]],
         passages: Iterable[Passage] | None = None,
     ) -> None:
-        """Tokenise and write a split of any size, from where the journal ends.
+        """Tokenise and write a split of any size, starting where the journal ends.
 
         ``is_test`` says whether the documents (or passages) of given numbers are held out;
         ``passages`` are those of the split if it is read from its start.
@@ -216,10 +216,10 @@ class Preparation:
         edges = np.concatenate([[0], np.cumsum(lengths)])
         first = 0
         while first < len(lengths) and not step.full:
-            room = shard_tokens - self.journal.tokens
+            remaining = shard_tokens - self.journal.tokens
             if step.limit is not None:
-                room = min(room, step.limit - step.tokens)
-            last = min(int(np.searchsorted(edges, edges[first] + room)), len(lengths))
+                remaining = min(remaining, step.limit - step.tokens)
+            last = min(int(np.searchsorted(edges, edges[first] + remaining)), len(lengths))
             cut = slice(first, last)
             self.journal.add(ids[edges[first] : edges[last]], lengths[cut], test[cut])
             step.tokens += int(edges[last] - edges[first])

@@ -25,7 +25,7 @@ from softmax_rnn._utils.errors import shown
 
 STDLIB = "stdlib"
 PASSAGE = 2**20  # characters of a text file that are read at once
-# Distributions of Python differ in their tests and bundled packages, hardly in the library itself.
+# Distributions of Python differ in tests and bundled packages, but hardly in the library itself.
 _STDLIB_SKIPS = {
     *("__pycache__", "dist-packages", "site-packages"),
     *("ensurepip", "idle_test", "lib2to3", "test", "tests"),
@@ -40,7 +40,7 @@ class Passage(NamedTuple):
     """A document, or a part of a long one."""
 
     text: str
-    ends: bool  # whether the document ends with it
+    ends: bool  # whether the document ends with this passage
     share: float | None = None  # of the file or source that has been read, if it is known
     bookmark: dict[str, Any] | None = None  # where to start reading to reach this passage again
 

@@ -16,7 +16,7 @@ from softmax_rnn.data.manifest import shard_name
 from softmax_rnn.data.readers import CorpusError
 from softmax_rnn.data.shards import PreparedCorpus
 
-_TABLE = 2**24  # the order of more blocks than this is computed position by position
+_TABLE = 2**24  # for more blocks, the order is computed for each position separately
 IGNORED = -100  # the label of tokens that are not predicted
 
 
@@ -46,7 +46,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
     def block(self, index: int) -> NDArray[Any]:
-        """[block_size] token ids; a view if the block lies in one shard."""
+        """[block_size] token ids; a view if the block is within one shard."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"Block {index} of {len(self)}.")
         start = index % len(self) * self.block_size

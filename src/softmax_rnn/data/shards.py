@@ -1,7 +1,7 @@
-"""Shards of tokens on disk: the journal of writing them, and the prepared corpus made of them.
+"""Shards of tokens on disk, the journal of their preparation, and the prepared corpus.
 
 manifest.json      source, tokenizer, settings; for each split its counts, hashes and shards
-train-00000.bin    tokens, documents end to end
+train-00000.bin    the tokens of all documents in sequence
 train-00000.idx    where each document starts in that shard, int64
 test-00000.bin     the same for the test split
 """
@@ -24,7 +24,7 @@ from softmax_rnn._utils.progress import ProgressBar
 from softmax_rnn.data.manifest import SPLITS, read_manifest, shard_name
 from softmax_rnn.data.readers import CorpusError
 
-File = tuple[Path, int, str]  # with its size in bytes and its hash
+File = tuple[Path, int, str]  # path, size in bytes, hash
 
 
 def shard_files(folder: Path, shard: dict[str, Any], dtype: str) -> Iterator[File]:
@@ -76,7 +76,7 @@ class _Shard:
 class Journal:
     """The finished segments of a source, each with its shards.
 
-    A segment is a run of passages; its documents go to at most one shard of each split. It is
+    A segment is a sequence of passages. Its documents are in at most one shard of each split. It is
     finished once its record is in the folder (as ``stretch-*.json``); the record says where the
     next segment starts. Files of an unfinished segment are overwritten.
     """
@@ -177,7 +177,8 @@ class PreparedCorpus:
 
     folder: Path
     manifest: dict[str, Any]
-    _checked: int = field(default=0, init=False, repr=False, compare=False)  # newest file, in ns
+    # Time of the newest checked file, in ns.
+    _checked: int = field(default=0, init=False, repr=False, compare=False)
 
     @classmethod
     def open(cls, folder: Path) -> PreparedCorpus:
@@ -196,7 +197,7 @@ class PreparedCorpus:
         return corpus
 
     def tokens(self, split: str) -> TokenStream:
-        """The token stream of ``train`` or ``test``, documents end to end."""
+        """The token stream of ``train`` or ``test``: all documents in sequence."""
         return TokenStream(self.maps(split, ".bin", self.manifest["dtype"]))
 
     def maps(self, split: str, suffix: str, dtype: str) -> list[NDArray[Any]]:

@@ -29,7 +29,7 @@ class LocalSource:
         stats = [(str(path.resolve()), path.stat()) for path in self.files]
         # This changes when the text changes under the same name.
         self.identity: list[Any] = [[name, s.st_size, s.st_mtime_ns] for name, s in stats]
-        # There are so few documents that the test split is drawn from passages.
+        # With few documents, the test split is drawn from passages.
         self.by_passages = len(self.files) < _FEW_FILES and all(map(is_text, self.files))
 
     def open(self, pinned: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class HubSource:
             return None
 
     def _owned(self) -> str:
-        """The datasets of the owner, if none of them has this name."""
+        """A hint that lists the owner's datasets, if none of them has this name."""
         from huggingface_hub import HfApi
 
         owner = self.name.partition("/")[0]
@@ -156,7 +156,7 @@ class HubSource:
             names = [info.id for info in HfApi().list_datasets(author=owner, limit=500)]
         except Exception:  # the Hub may be out of reach
             return ""
-        if self.name in names:  # but may not be read
+        if self.name in names:  # it exists, but access is denied
             return ""
         return f"{nearest(self.name, names)} Found: {', '.join(names[:20]) or 'none'}."
 

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from softmax_rnn.data.readers import Passage
 
-_CHARACTERS, _PASSAGES = 2**20, 4096  # a chunk ends at whichever is reached first
+_CHARACTERS, _PASSAGES = 2**20, 4096  # limits of a chunk
 _AHEAD = 4  # chunks read ahead for each thread
-BATCH = 8  # passages in one call: larger batches leave a core's cache and are slower
+BATCH = 8  # passages per call; larger batches exceed a core's cache and are slower
 
 Encoded = tuple[NDArray[Any], NDArray[np.int64]]  # tokens, and their number in each passage
 
@@ -31,7 +31,7 @@ class Encoder:
         if not tokenizer.is_fast or tokenizer.eos_token_id is None:
             raise ValueError("A corpus needs a fast tokenizer with an end-of-text token.")
         self.tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        self.tokenizer.no_truncation()  # some are saved with it: documents would be cut silently
+        self.tokenizer.no_truncation()  # some are saved with truncation, which would cut documents
         self.tokenizer.no_padding()
         self.definition = self.tokenizer.to_str()
         self.end = tokenizer.eos_token_id  # ends each document
@@ -52,7 +52,7 @@ class Encoder:
 
 
 def chunks(passages: Iterable[Passage]) -> Iterator[list[Passage]]:
-    """Passages in lists, each enough work for a thread."""
+    """Lists of passages; each list is enough work for a thread."""
     chunk: list[Passage] = []
     characters = 0
     for passage in passages:
@@ -70,7 +70,7 @@ def encode_all(
 ) -> Generator[tuple[list[Passage], Encoded], None, None]:
     """Each chunk with its tokens, in order; few chunks are read ahead.
 
-    The tokenizer releases Python's lock in all but a twentieth of its time.
+    The tokenizer releases the GIL during 95% of its time.
     """
     waiting: deque[tuple[list[Passage], Future[Encoded]]] = deque()
     with _single_threaded_calls():
@@ -95,7 +95,7 @@ _callers: list[str | None] = []  # for each caller, the setting before the first
 
 @contextlib.contextmanager
 def _single_threaded_calls() -> Iterator[None]:
-    """Turn off the tokenizers' own threads (one a core and call) while any caller is within."""
+    """Turn off the tokenizers' own threads (one per core and call) during this block."""
     with _callers_lock:
         _callers.append(_callers[0] if _callers else os.environ.get(_PARALLELISM))
         os.environ[_PARALLELISM] = "false"

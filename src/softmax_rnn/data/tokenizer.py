@@ -31,7 +31,7 @@ def load_tokenizer(
     """``bytes``, or a fast Hugging Face tokenizer by its name on the Hub or its local path.
 
     Args:
-        name: of the tokenizer.
+        name: the tokenizer's name or path.
         end_of_text: token of its vocabulary that ends each document; by default its own.
         local: whether to use local files only.
 
@@ -64,7 +64,7 @@ def _pretrained(name: str, local: bool) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=False, local_files_only=local
         )
-    except Exception as error:  # transformers passes on the errors of its parsers
+    except Exception as error:  # transformers also raises the errors of its parsers
         raise ValueError(
             f"Cannot load the tokenizer {name!r}: give 'bytes', a local folder or a name on the "
             f"Hugging Face Hub. ({error})"

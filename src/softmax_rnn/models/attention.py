@@ -1,4 +1,4 @@
-"""The attention layer as a Llama calls it: with transformers' masks and caches."""
+"""The attention layer with Llama's interface: transformers' masks and caches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from softmax_rnn.ops.layer import Attention
 
 
 class LlamaAttention(Attention):
-    """:class:`softmax_rnn.Attention` in the place of ``transformers``' ``LlamaAttention``.
+    """:class:`softmax_rnn.Attention` as a replacement of transformers' ``LlamaAttention``.
 
     Args:
         layer_idx: the layer's place in a cache.
-        args: the base class's.
-        kwargs: the base class's.
+        args: arguments of the base class.
+        kwargs: keyword arguments of the base class.
     """
 
     def __init__(self, *args: Any, layer_idx: int, **kwargs: Any) -> None:
@@ -39,13 +39,13 @@ class LlamaAttention(Attention):
             hidden_states: [B, T, hidden_size].
             position_embeddings: the rotary cosines and sines, each [B or 1, T, head_dim].
             attention_mask: ``None`` for causal attention to all keys (those of the cache
-                included), [B, 1, 1, S] for causal attention to some of them, else the whole mask
+                included), [B, 1, 1, S] for causal attention to some of them, else the full mask
                 [B, 1, T, S]: boolean, or additive with 0 = visible.
-            past_key_values: a key/value cache to extend, or a :class:`RecurrentCache`, whose mask
-                is one of the new keys alone.
+            past_key_values: a key/value cache to extend, or a :class:`RecurrentCache`, for which
+                the mask covers only the new keys.
 
         Returns:
-            The output [B, T, hidden_size], and ``None`` where others return weights.
+            The output [B, T, hidden_size], and ``None`` instead of attention weights.
         """
         q, k, v = self.project(hidden_states, position_embeddings)
         mask = _visible(attention_mask)

@@ -1,4 +1,4 @@
-"""A cache of states for generation: constant memory and constant time a token."""
+"""A cache of states for generation: constant memory and constant time per token."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from softmax_rnn.ops.state import State
 
 
 class RecurrentCache(Cache):
-    """One :class:`State` a layer in place of keys and values.
+    """One :class:`State` per layer instead of keys and values.
 
     For models whose attention is a finite series without a clamp. ``SoftmaxRNNForCausalLM``'s
-    ``generate`` takes one by itself, unless its states outweigh the model; for a short text a
-    key/value cache is smaller and faster (``cache_implementation="dynamic"``).
+    ``generate`` uses one by default, unless its states are larger than the model. For a short
+    text, a key/value cache is smaller and faster (``cache_implementation="dynamic"``).
 
     Example:
         >>> out = model.generate(ids, past_key_values=RecurrentCache(), max_new_tokens=100)
@@ -42,18 +42,18 @@ class RecurrentCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, however long the sequence."""
+        """Size in bytes, for any length of the sequence."""
         return sum(layer.state.nbytes for layer in self.layers if layer.state is not None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the states to a safetensors file."""
         path = Path(path)
         if not self.layers:
-            raise ValueError("The cache has seen nothing yet.")
+            raise ValueError("The cache is empty.")
         tensors, states = {}, []
         for index, layer in enumerate(self.layers):
             if layer.state is None:
-                raise ValueError(f"Layer {index} of the cache has seen nothing yet.")
+                raise ValueError(f"Layer {index} of the cache is empty.")
             tensors[f"{index}.sums"] = layer.state.sums.detach().contiguous()
             tensors[f"{index}.visible"] = layer.state.visible
             states.append({"spec": layer.state.spec.to_dict(), "tokens": layer.state.tokens})
@@ -98,42 +98,42 @@ class RecurrentLayer(CacheLayerMixin):
         self.state: State | None = None
 
     def update(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: a state grows by attending, not by keys and values."""
+        """Raise an error: attention updates a state, keys and values do not."""
         raise ValueError(
             "A RecurrentCache holds states, not keys and values: it works with "
             "SoftmaxRNNForCausalLM and a finite series."
         )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the first tokens bring the first state."""
+        """Do nothing: the first tokens create the state."""
 
     def get_seq_length(self) -> int:
         """Positions seen so far."""
         return 0 if self.state is None else self.state.tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Only the new keys are masked: length and offset."""
+        """The length and offset of the mask, which covers only the new keys."""
         return query_length, self.get_seq_length()
 
     def get_max_length(self) -> int:
-        """No maximum."""
+        """There is no maximum: -1."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name in older versions of transformers
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Delete the state."""
         self.state = None
 
     def crop(self, *_: Any) -> NoReturn:
-        """Refuse: a sum cannot be undone."""
+        """Raise an error: tokens cannot be removed from a sum."""
         raise ValueError(
             "A recurrent cache cannot be cropped: its state is a sum over all tokens. Assisted "
             "decoding needs a key/value cache: leave past_key_values out, or give a DynamicCache."
         )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Pick rows of the batch, as beam search does."""
+        """Select rows of the batch, for beam search."""
         if self.state is not None:
             self.state = self.state.select(beam_idx)
 

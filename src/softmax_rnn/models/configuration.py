@@ -18,8 +18,8 @@ MASKING = "softmax_rnn"
 class SoftmaxRNNConfig(LlamaConfig):
     """Llama's configuration and ``attention``: a variant's name, a spec, or a spec's dict.
 
-    ``attention`` is stored as the full dict, so that a saved model says what it computes whatever
-    becomes of the name. ``attn_implementation`` chooses nothing here and is ignored.
+    ``attention`` is stored as the full dict, so that a saved model does not depend on the
+    later meaning of a name. ``attn_implementation`` is ignored.
 
     Example:
         >>> SoftmaxRNNConfig(attention="norm", **SIZES["demo"]).attention["norm"]
@@ -48,7 +48,7 @@ class SoftmaxRNNConfig(LlamaConfig):
 
     @classmethod
     def of_size(cls, size: str, attention: Any = "softmax", **fields: Any) -> SoftmaxRNNConfig:
-        """The configuration of a named size, with the paper's epsilon; ``fields`` win."""
+        """The configuration of a named size, with the paper's epsilon; ``fields`` override."""
         if size not in SIZES:
             raise unknown("model size", size, SIZES)
         return cls(attention=attention, **{"rms_norm_eps": 1e-5, **SIZES[size], **fields})

@@ -15,7 +15,7 @@ from softmax_rnn.ops.variants import resolve
 
 _SOFTMAX = resolve("softmax").to_dict()
 _SOURCES = ("llama", "mistral", SoftmaxRNNConfig.model_type)
-# What a source's configuration must say; the fields that ours shares with Llama are copied.
+# Required values in a source's configuration; fields that ours shares with Llama are copied.
 _RULES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "model_type": (f"one of {', '.join(_SOURCES)}", _SOURCES),
     "attention": ("softmax", (None, _SOFTMAX)),  # of our own models
@@ -31,19 +31,19 @@ def from_llama(llama: PreTrainedModel, attention: Any = "softmax") -> SoftmaxRNN
         llama: the source: a ``LlamaForCausalLM``, or a model that computes the same (a Mistral
             without a sliding window, one of ours with softmax). Its parameters are copied.
         attention: a variant's name, a spec or its dict. With ``softmax`` the logits are those of
-            the source; a variant's own gates and norms start fresh.
+            the source; a variant's own gates and norms are newly initialised.
 
     Returns:
         The model, on the source's device, in its dtype and mode.
 
     Raises:
-        ValueError: for a source that computes something else, naming the field of its
-            configuration, or the weights, that say so.
+        ValueError: for a source that computes something else; the message names the field of its
+            configuration or the weights that differ.
     """
     if not isinstance(llama, PreTrainedModel):
         raise ValueError(
-            "from_llama: the source must be a loaded model, as AutoModelForCausalLM.from_pretrained "
-            f"returns it, not {shown(llama)}."
+            "from_llama: the source must be a loaded model, as from_pretrained returns it, not "
+            f"{shown(llama)}."
         )
     fields = llama.config.to_dict()
     for key, (words, allowed) in _RULES.items():
@@ -51,7 +51,7 @@ def from_llama(llama: PreTrainedModel, attention: Any = "softmax") -> SoftmaxRNN
             raise ValueError(
                 f"from_llama: {key} of the source must be {words}, not {shown(value)}."
             )
-    # The reader of GGUF files leaves a quantization_config beside weights in floating point.
+    # After reading a GGUF file there is a quantization_config, but weights are in floating point.
     for key in ("architectures", "transformers_version", "quantization_config"):
         fields.pop(key, None)
     weights = llama.state_dict()
@@ -64,7 +64,7 @@ def from_llama(llama: PreTrainedModel, attention: Any = "softmax") -> SoftmaxRNN
         names = sorted({name for name, *_ in expected ^ found})
         raise ValueError(
             f"from_llama: the weights of this {type(llama).__name__} must be those of a "
-            f"LlamaForCausalLM of its configuration; other are {', '.join(names[:5])}"
+            f"LlamaForCausalLM of its configuration; these differ: {', '.join(names[:5])}"
             f"{' and more' if len(names) > 5 else ''}."
         )
     tied = llama.lm_head.weight is llama.model.embed_tokens.weight
@@ -78,9 +78,9 @@ def from_llama(llama: PreTrainedModel, attention: Any = "softmax") -> SoftmaxRNN
             f"from_llama: the weights of the source must be in floating point, not {kinds}."
         )
     model = SoftmaxRNNForCausalLM(SoftmaxRNNConfig(attention=attention, **fields))
-    model.load_state_dict(weights, strict=False)  # a variant's own are not among them
+    model.load_state_dict(weights, strict=False)  # the variant's own parameters are missing
     model.generation_config = copy.deepcopy(llama.generation_config)
     model = model.to(llama.device, llama.dtype).train(llama.training)
-    # Frequencies are no weights, and stay in float32 where a model was loaded in another dtype.
+    # Frequencies are not weights: they stay in float32 if a model was loaded in another dtype.
     model.model.rotary_emb = copy.deepcopy(llama.model.rotary_emb)
     return model

@@ -1,4 +1,4 @@
-"""Initial values that depend on a parameter's name alone, so that variants start equal."""
+"""Initial values that depend only on a parameter's name, so that variants start equal."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from softmax_rnn.ops.layer import Attention
 def initialize(model: PreTrainedModel, seed: int) -> None:
     """Draw every parameter from (seed, module name): Llama's rule, normal with initializer_range.
 
-    Biases start at 0, norms at 1. A variant with an extra gate thus moves no other parameter: what
-    two variants share starts equal, to the last bit. The global random state is left as it was.
+    Biases start at 0, norms at 1. So an extra gate changes no other parameter: the shared
+    parameters of two variants start bitwise equal. The global random state is restored.
     """
     with torch.random.fork_rng():
         for name, module in model.named_modules():

@@ -41,7 +41,7 @@ class SoftmaxRNNPreTrainedModel(LlamaPreTrainedModel):
     config_class = SoftmaxRNNConfig
 
     def initialize_weights(self) -> None:
-        """As the base class, and the attention's own parameters; weights that were loaded stay."""
+        """As the base class, plus the attention's own parameters; loaded weights do not change."""
         super().initialize_weights()
         with guard_torch_init_functions():
             for module in self.modules():
@@ -81,7 +81,7 @@ class SoftmaxRNNForCausalLM(SoftmaxRNNPreTrainedModel, LlamaForCausalLM):
     """The language model, as ``LlamaForCausalLM``: the same parameter names, the same calls."""
 
     def __init__(self, config: SoftmaxRNNConfig) -> None:
-        # Past LlamaForCausalLM's own, whose stack would be built only to be thrown away.
+        # Skip LlamaForCausalLM's __init__: it would build a decoder stack that is not used.
         super(LlamaForCausalLM, self).__init__(config)
         self.model = SoftmaxRNNModel(config)
         self.vocab_size = config.vocab_size
@@ -89,7 +89,7 @@ class SoftmaxRNNForCausalLM(SoftmaxRNNPreTrainedModel, LlamaForCausalLM):
         self.post_init()
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As ``GenerationMixin.generate``, with :meth:`new_cache` where no cache is asked for."""
+        """As ``GenerationMixin.generate``, with :meth:`new_cache` if no cache is requested."""
         given = inspect.signature(super().generate).bind(inputs, *args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         configs = (given.get("generation_config"), self.generation_config)
@@ -104,7 +104,7 @@ class SoftmaxRNNForCausalLM(SoftmaxRNNPreTrainedModel, LlamaForCausalLM):
         return super().generate(inputs, *args, **kwargs)
 
     def new_cache(self) -> Cache:
-        """An empty cache: recurrent for a finite series, unless its states outweigh the model."""
+        """An empty cache: recurrent for a finite series, unless its states exceed the model."""
         states = recurrent_bytes(self.config, self.dtype)
         if states is None or states > self.num_parameters() * self.dtype.itemsize:
             return DynamicCache(config=self.config)
@@ -129,9 +129,9 @@ def _causal_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask as our layer takes it: of keys alone wherever the last query is the last key.
+    """The mask for our layer: one value per key if the last query is at the last key.
 
-    Otherwise (a preallocated cache, packed sequences) transformers' whole mask.
+    Otherwise (a preallocated cache, packed sequences) it is the full mask of transformers.
     """
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if not aligned or mask_function is not causal_mask_function:

@@ -1,1 +1,1 @@
-"""The operation: torch and numpy alone."""
+"""The attention operation; it needs only torch and numpy."""

@@ -1,4 +1,4 @@
-"""Marks for ``torch.compile`` that do not import the compiler, which is slow to import."""
+"""Decorators for ``torch.compile`` that do not import the compiler: its import is slow."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant_when_compiled(function: Function) -> Function:
-    """``torch.compiler.assume_constant_result``: traced once, its result is part of the graph."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # all that torch does
+    """Call the function once, while tracing: its result is a constant of the graph.
+
+    As ``torch.compiler.assume_constant_result``.
+    """
+    # torch's decorator does nothing else.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def uncompiled(function: Function) -> Function:
-    """``torch.compiler.disable``: a compiled model calls the function as it is."""
+    """Exclude the function from compilation: a compiled model calls it eagerly.
+
+    As ``torch.compiler.disable``.
+    """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,11 +1,13 @@
 """The cost model: whether the blocked or the chunked form is faster, and from which length.
 
-Either form pays for a pair of a query and a key with two products and some passes over its score.
-The chunked form computes only the pairs within a chunk, but builds the monomials of keys and
-queries, adds the keys' to the state and reads the state with the queries'; all heads that fit the
-cache share the overhead of a chunk. Times are nanoseconds of a forward pass on one core of a server
-CPU, fitted to measurements (benchmarks/recurrence.py checks the choices that follow); a backward
-pass costs either form about three times as much again. For a GPU they are a guess, not measured.
+In both forms, a pair of a query and a key costs two products and some passes over its score. The
+chunked form computes only the pairs within a chunk. In addition it builds the monomials of keys and
+queries, adds those of the keys to the state, and multiplies the state by those of the queries. All
+heads that fit the cache share the overhead of a chunk.
+
+Times are nanoseconds of a forward pass on one core of a server CPU, fitted to measurements
+(benchmarks/recurrence.py checks the resulting choices). In both forms, a backward pass takes about
+three times as long as a forward pass. For a GPU the times are estimates, not measurements.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ from softmax_rnn.ops.variants import resolve
 
 _MULTIPLY = 0.015  # a multiply-add of a matrix product
 _BUILD = 0.5  # an element of monomials
-_PAIR, _POWER = 1.0, 0.13  # passes over a pair: mask and sums; a step of Horner's rule
-_CALL = 3000.0  # an operation, whatever its size
+_PAIR, _POWER = 1.0, 0.13  # for each pair: mask and sums; one step of Horner's rule
+_CALL = 3000.0  # the overhead of one operation
 _BLOCK_CALLS, _CHUNK_CALLS = 20, 30
-_BLOCK = 128  # queries of a block: half of its last pairs are wasted
+_BLOCK = 128  # queries per block; half of the pairs in its diagonal square are hidden
 _CHUNKS = (64, 128, 256, 512)
-_HEADS = 8  # where no number is given
+_HEADS = 8  # by default
 
-# Monomials of one step, in elements: on a CPU they should stay in its cache.
+# Monomials computed in one step, in elements. On a CPU they should fit its cache.
 FEATURES = {"cpu": 2**19, "cuda": 2**28}
-_MOST_FEATURES = 2**25  # of one head, where even one is beyond the cache
+_MAX_HEAD_FEATURES = 2**25  # limit for one head if even its monomials exceed the cache
 
 
 class Sizes(NamedTuple):
@@ -43,7 +45,7 @@ class Sizes(NamedTuple):
     d_v: int
     causal: bool = True
     heads: int = _HEADS
-    groups: int = 1  # query heads a key/value head
+    groups: int = 1  # query heads per key/value head
 
     @property
     def pair(self) -> float:
@@ -58,7 +60,10 @@ def sizes_of(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, causal: bool 
 
 
 def heads_per_step(spec: AttentionSpec, d_k: int, chunk: int, groups: int, device: str) -> int:
-    """Key/value heads whose monomials of a chunk fit the cache, each with ``groups`` queries."""
+    """How many key/value heads fit the cache with their monomials of a chunk.
+
+    Each has ``groups`` query heads.
+    """
     rows = cumulative_dimension(d_k, degrees(spec)[1])
     return max(1, FEATURES.get(device, FEATURES["cuda"]) // (rows * chunk * (groups + 1)))
 
@@ -72,14 +77,14 @@ def blocked_cost(sizes: Sizes) -> float:
 
 
 def chunked_cost(sizes: Sizes, chunk: int | None = None) -> float:
-    """The cost of the chunked form, per head; with its best chunk length unless one is given."""
+    """The cost of the chunked form, per head; by default with the best chunk length."""
     spec, queries, keys, d_k, d_v, causal, heads, _ = sizes
     if chunk is None:
         chunk = chunk_length(sizes._replace(causal=True, groups=1))
     last = degrees(spec)[1]
     rows = state_rows(spec, d_k)
     chunks = math.ceil(keys / chunk)
-    # The first chunk has no state to read, the last none to add to.
+    # The first chunk reads no state; the last chunk updates none.
     through_state = queries + keys - (2 * min(chunk, queries) if causal else 0)
     monomials = through_state * (
         _BUILD * cumulative_dimension(d_k, last) + _MULTIPLY * rows * (d_v + 1)
@@ -92,26 +97,28 @@ def chunked_cost(sizes: Sizes, chunk: int | None = None) -> float:
 
 
 def chunk_length(sizes: Sizes) -> int:
-    """Keys a chunk: long ones have more pairs, short ones pass over the state more often.
+    """The number of keys per chunk with the lowest cost.
 
-    The monomials of one head stay within bounds, if a chunk is short enough for that.
+    Longer chunks compute more pairs; shorter chunks read and write the state more often. Lengths
+    are excluded if the monomials of one head exceed a limit (except the shortest length).
     """
     each = cumulative_dimension(sizes.d_k, degrees(sizes.spec)[1]) * (sizes.groups + 1)
-    allowed = [chunk for chunk in _CHUNKS if chunk * each <= _MOST_FEATURES] or _CHUNKS[:1]
+    allowed = [chunk for chunk in _CHUNKS if chunk * each <= _MAX_HEAD_FEATURES] or _CHUNKS[:1]
     costs = [chunked_cost(sizes._replace(causal=True), chunk) for chunk in allowed]
-    return allowed[costs.index(min(costs))]  # no key function: torch.compile traces this
+    return allowed[costs.index(min(costs))]  # without a key function: torch.compile traces this
 
 
 def crossover(spec: AttentionSpec | str, d_k: int, d_v: int, heads: int = _HEADS) -> int:
-    """About the length from which the chunked form beats the blocked one (causal, a query per key).
+    """The approximate length from which the chunked form is faster than the blocked one.
 
-    Near it the two cost nearly the same, and steps of chunks and blocks may favour either.
+    For causal attention with one query per key. Near this length both forms cost nearly the same,
+    and the division into chunks and blocks may favour either.
 
     Args:
         spec: a finite series, or the name of a variant with one.
         d_k: key width.
         d_v: value width.
-        heads: key/value heads times batch: few of them share the overhead less.
+        heads: key/value heads times batch; with few heads, the overhead per head is larger.
 
     Raises:
         ValueError: for the series exp, which has no chunked form.
@@ -122,7 +129,7 @@ def crossover(spec: AttentionSpec | str, d_k: int, d_v: int, heads: int = _HEADS
         sizes = Sizes(spec, length, length, d_k, d_v, heads=heads)
         return chunked_cost(sizes) <= blocked_cost(sizes)
 
-    # From above: a sequence of one chunk is the same work in either form.
+    # Search downwards: in a sequence of one chunk, both forms do the same work.
     high = 2**50
     while wins(high // 2) and high > 1:
         high //= 2

@@ -13,46 +13,53 @@ SUM_GUARD = 1e-6
 
 
 def row_sum(sums: RowSums, spec: AttentionSpec, v: Tensor) -> tuple[Tensor, Tensor | None]:
-    """``D`` [B, H, T] and, where a norm follows, ``r <= 0`` of ``numerator / D * exp(r)``."""
+    """The denominator ``D`` [B, H, T], and ``r <= 0`` or ``None`` for 0.
+
+    The quotient is ``numerator / D * exp(r)``. Only specs with a norm have an ``r``.
+    """
     rule, scale = spec.row_sum, sums.log_scale
     assert rule is not None
     total, remaining = _without_noise(sums, spec), None
     if rule.detached:
         total = total.detach()
-    size = total.detach().abs()  # of the terms
+    size = total.detach().abs()  # magnitude of the terms
     if rule.offset or rule.floor:
         unit = torch.ones_like(total)
         if scale is not None:
-            if spec.norm != "none":  # it restores what is small beside the offset or floor
+            # A norm enlarges values that are small relative to offset or floor.
+            if spec.norm != "none":
                 remaining = scale.clamp(max=0.0)
                 total, scale = total * remaining.exp(), scale - remaining
             unit = (-scale).exp()
-        if rule.offset:  # else 0 times a unit could be 0 times infinity
+        if rule.offset:  # unit may be infinite, and 0 * infinity is NaN
             total, size = total + rule.offset * unit, size + rule.offset * unit
         if rule.floor:
             total = total.maximum(rule.floor * unit)
     if not (spec.sign_definite or rule.floor):
         if sums.noise is None and v.numel():
-            largest = v.detach().abs().amax((2, 3)).to(total.dtype)  # value of each head
+            largest = v.detach().abs().amax((2, 3)).to(total.dtype)  # largest value per head
             largest = largest.repeat_interleave(total.shape[1] // v.shape[1], dim=1).unsqueeze(-1)
-            least = SUM_GUARD * sums.numerator.detach().abs().amax(-1) / largest
-            least = least if remaining is None else least * remaining.exp()
-        else:  # the values in a state are unknown
-            least = torch.finfo(size.dtype).eps * size
-        total = torch.where(total.abs() < least, least * _sign(total), total)
-    empty = sums.weight_sum == 0  # no visible key, or no weight: 0 / 1
+            minimum = SUM_GUARD * sums.numerator.detach().abs().amax(-1) / largest
+            minimum = minimum if remaining is None else minimum * remaining.exp()
+        else:  # the values summed in a state are unknown
+            minimum = torch.finfo(size.dtype).eps * size
+        total = torch.where(total.abs() < minimum, minimum * _sign(total), total)
+    empty = sums.weight_sum == 0  # no visible key, or all weights zero: 0 / 1
     return total.masked_fill(empty & (total == 0), 1.0), remaining
 
 
 def _without_noise(sums: RowSums, spec: AttentionSpec) -> Tensor:
-    """The weight sum, at least its rounding error: below that it is noise, as is the numerator."""
+    """The weight sum, at least its rounding error.
+
+    A smaller sum is noise, and so is its numerator.
+    """
     total, noise = sums.weight_sum, sums.noise
     assert total is not None
     if noise is None:
         return total
-    least = noise if spec.sign_definite else noise * _sign(total)
+    minimum = noise if spec.sign_definite else noise * _sign(total)
     lost = total < noise if spec.sign_definite else total.abs() < noise
-    return torch.where(lost & (noise > 0), least, total)
+    return torch.where(lost & (noise > 0), minimum, total)
 
 
 def _sign(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import fits, require_memory
 from softmax_rnn.ops.variants import resolve
 
-# Of the Taylor series that the error for exp suggests.
+# The tolerance of the Taylor series that the error for exp suggests.
 _TOLERANCE = 1e-3
 
 
@@ -35,10 +35,10 @@ class Form(NamedTuple):
     Attributes:
         compute: the function, called as ``dense``, and with a state as ``chunked``.
         supports: whether it can compute a spec on a type of device.
-        stateful: whether it takes and returns states; such a form needs a mask of keys, the same
-            for every query and head.
-        refuses: what of queries, values and mask it cannot take on a device that it supports;
-            empty for nothing.
+        stateful: whether it takes and returns states. Then its mask must be per key, the same for
+            every query and head.
+        refuses: names the property of queries, values or mask that it cannot handle on a supported
+            device; empty if it can handle all.
         maps: whether it applies the feature map to queries and keys itself.
     """
 
@@ -53,13 +53,13 @@ def _has_state(spec: AttentionSpec, device: str) -> bool:
     return spec.has_state
 
 
-# In the order in which form="auto" prefers them; chunked is preferred where it costs less.
+# form="auto" prefers earlier forms, but chooses chunked where its cost is lower.
 FORMS: dict[str, Form] = {
     "fused": Form(fused.fused, fused.supports, refuses=fused.refuses),
     "triton": Form(triton.triton, triton.supports, refuses=triton.refuses, maps=True),
     "blocked": Form(blocked),
     "chunked": Form(chunked, _has_state, stateful=True),
-    # The recurrence as it is written: a query reads the state, then its key is added to it.
+    # The plain recurrence, one token at a time: a query reads the state, then its key is added.
     "recurrent": Form(functools.partial(chunked, chunk=1), _has_state, stateful=True),
     "dense": Form(dense),
 }
@@ -82,13 +82,13 @@ def choose(
     mask: Tensor | None,
     stateful: bool,
 ) -> Form:
-    """The form to compute with: the one asked for, or the cheapest for ``auto``.
+    """Return the requested form, or the cheapest one for ``auto``.
 
-    Queries and keys are those before the feature map; ``stateful`` says whether a state is given or
-    returned; the rest is as in ``attention``.
+    Queries and keys are passed before the feature map. ``stateful`` is whether a state is given or
+    returned. The other arguments are as in ``attention``.
 
     Raises:
-        ValueError: if that form cannot compute this, naming those that can.
+        ValueError: if the form cannot compute these arguments; the message lists forms that can.
         MemoryError: if the state does not fit.
     """
     if form != "auto" and form not in FORMS:
@@ -119,7 +119,7 @@ def choose(
         with_state = " with a state" if stateful else ""
         raise ValueError(
             f"form={form!r} cannot compute {what}{with_state} on {q.device.type}; "
-            f"those that can: {', '.join(candidates)}. The spec: {spec}."
+            f"forms that can: {', '.join(candidates)}. The spec: {spec}."
         )
     if not stateful and not (q.shape[0] and q.shape[2] and k.shape[2]):
         form = "dense"  # nothing to compute; fused kernels divide by these sizes
@@ -146,7 +146,7 @@ def _warn_once(message: str) -> None:
 
 
 def _require_state(spec: AttentionSpec, q: Tensor, k: Tensor) -> None:
-    """Raise ``ValueError`` for a spec without a state, with the Taylor order to use instead."""
+    """Raise ``ValueError`` for a spec without a state; the message suggests a Taylor order."""
     if spec.order is not None or spec.clamp is not None:
         degrees(spec)
         return
@@ -156,8 +156,8 @@ def _require_state(spec: AttentionSpec, q: Tensor, k: Tensor) -> None:
     radius = abs(spec.score_scale(q.shape[-1])) * math.prod(longest)
     if radius <= MAX_RADIUS:
         message += (
-            f". Its Taylor series does: for these inputs |score| <= {radius:.3g}, where "
+            f". Its Taylor series has one: for these inputs |score| <= {radius:.3g}, where "
             f"series='taylor' with order={order_for(_TOLERANCE, radius)} is within {_TOLERANCE} of "
             "exp (remainder_bound)"
         )
-    raise ValueError(f"{message}. Without a state: form='fused' or 'blocked'.")
+    raise ValueError(f"{message}. Without a state, use form='fused' or 'blocked'.")

@@ -1,6 +1,6 @@
-"""The feature maps ``phi`` of queries and keys [..., D] (``reference.feature``); same shape.
+"""The feature maps ``phi`` (``reference.feature``) of queries or keys [..., D].
 
-Computed features have the type that sums accumulate in: exp(-10) has few digits in a half type.
+``elu1`` and ``cosine`` return the dtype of sums, since exp(-10) has few digits in 16 bits.
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ from softmax_rnn.ops.forms.row_sums import compute_dtype
 def _elu1(x: Tensor) -> Tensor:
     x = x.to(compute_dtype(x.dtype))
     if torch.compiler.is_compiling() or not differentiated(x):
-        return _elu1_of(x)
+        return _elu1_value(x)
     mapped: Tensor = _Elu1.apply(x)
     return mapped
 
 
-def _elu1_of(x: Tensor) -> Tensor:
-    """``x + 1`` above zero, else ``exp(x)``: the larger one. ``elu(x) + 1`` cancels below zero."""
+def _elu1_value(x: Tensor) -> Tensor:
+    """``x + 1`` above zero, else ``exp(x)``: always the larger one.
+
+    ``elu(x) + 1`` would lose digits below zero.
+    """
     return torch.maximum(x + 1, x.clamp(max=0).exp())
 
 
 class _Elu1(torch.autograd.Function):
-    """:func:`_elu1_of` with half the passes of autograd's own backward: ``phi' = min(phi, 1)``."""
+    """:func:`_elu1_value` with half the memory passes of autograd: ``phi' = min(phi, 1)``."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
-        return _elu1_of(x)
+        return _elu1_value(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -52,11 +55,11 @@ class _Elu1(torch.autograd.Function):
 
 
 def _cosine(x: Tensor) -> Tensor:
-    # Neither the least length that normalize divides by nor a large one is in range of float16.
+    # float16 holds neither the smallest divisor of normalize nor a large length.
     return F.normalize(x.to(compute_dtype(x.dtype)), dim=-1)
 
 
-# The Triton kernels have their own implementations.
+# The Triton kernels have their own implementations of these maps.
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "elu1": _elu1,

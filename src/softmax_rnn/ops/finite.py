@@ -1,4 +1,4 @@
-"""Overflow: an error that names its cause, in place of infinity or NaN."""
+"""Overflow checks: an error that names the cause, instead of infinity or NaN in the output."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ def check_sums(
 ) -> None:
     """Raise if the sums of a finite series, or its state, overflow.
 
-    A number that is not finite reaches every output that depends on it, so the outputs are checked.
-    No output may depend on the last keys, so their powers are checked by size. Without a state, NaN
-    or infinity in the inputs propagates to the outputs, as in softmax. ``state`` is the initial
-    one, ``features`` are the keys as a state holds them.
+    NaN or infinity propagates to every output that depends on it, so the outputs are checked. The
+    last keys may affect no output, so the size of their powers is checked as well. Without a state,
+    NaN or infinity in the inputs propagates to the outputs, as in softmax. ``state`` is the initial
+    state; ``features`` are the keys as a state stores them.
 
     Raises:
-        OverflowError: with the size of the inputs, or of the key that overflows a state.
-        FloatingPointError: for NaN or infinity in a state or what is added to it, with the index
-            of the token, counted from the start of the state.
+        OverflowError: if sums or a state overflow; the message gives the size of the inputs, or
+            the key that overflows the state.
+        FloatingPointError: for NaN or infinity in a state or in the tokens added to it (the message
+            gives the index of the token, counted from the start of the state), or if powers of
+            small keys underflow in a state.
     """
     if no_data(sums.numerator):
         return
@@ -42,7 +44,7 @@ def check_sums(
         return
     q, k, v = (x.detach() for x in inputs)
     hidden_nan = mask is not None and not _finite(v)
-    if mask is not None:  # a hidden key may hold anything
+    if mask is not None:  # hidden keys may hold any values
         shown = visible_keys(mask, k.shape[1])
         k, v, features = (x.masked_fill(~shown, 0.0) for x in (k, v, features.detach()))
     if finite and not _out_of_range(sums, spec, features, v):
@@ -52,13 +54,13 @@ def check_sums(
     if not finite and not hidden_nan and all(_finite(x) for x in (q, k, v)):
         raise OverflowError(
             f"The sums of power {spec.order} overflow {sums.numerator.dtype}: {_sizes((q, k, v))}, "
-            f"products of queries and keys are multiplied by {spec.score_scale(q.shape[-1]):.3g}. "
-            "Use smaller ones, a lower order or float64."
+            f"the score scale is {spec.score_scale(q.shape[-1]):.3g}. Use smaller inputs, a lower "
+            "order or float64."
         )
 
 
 def check_output(out: Tensor, dtype: torch.dtype, inputs: Inputs) -> None:
-    """Raise ``OverflowError`` if the outputs of finite inputs are beyond the range of ``dtype``."""
+    """Raise ``OverflowError`` if outputs of finite inputs exceed the range of ``dtype``."""
     if no_data(out) or not out.numel():
         return
     largest = out.detach().abs().amax().item()
@@ -72,7 +74,8 @@ def check_output(out: Tensor, dtype: torch.dtype, inputs: Inputs) -> None:
 
 def _sizes(inputs: Inputs) -> str:
     longest = (x.detach().double().norm(dim=-1).amax().item() for x in inputs)
-    return "queries are up to {:.3g} long, keys {:.3g} and values {:.3g}".format(*longest)
+    query, key, value = (f"{length:.3g}" for length in longest)
+    return f"the longest query has norm {query}, the longest key {key}, the longest value {value}"
 
 
 def _check_state(
@@ -80,12 +83,14 @@ def _check_state(
 ) -> None:
     before = 0 if state is None else state.tokens
     if state is not None and not state.sums.isfinite().all():
-        raise FloatingPointError(f"The state given holds NaN or infinity, after {before} tokens.")
+        raise FloatingPointError(
+            f"The given state contains NaN or infinity, after {before} tokens."
+        )
     for name, x in (("key", k), ("value", v)):
         bad = (~x.isfinite()).any(-1).flatten(0, 1).any(0).nonzero()
         if len(bad):
             token = before + int(bad[0])
-            raise FloatingPointError(f"The {name} of token {token} holds NaN or infinity.")
+            raise FloatingPointError(f"The {name} of token {token} contains NaN or infinity.")
     if sums.state is not None and not sums.state.isfinite().all():
         largest = k.detach().abs().amax(-1).flatten(0, 1).amax(0)
         token = before + int(largest.argmax())
@@ -97,13 +102,13 @@ def _check_state(
     longest = float(k.abs().max()) if k.numel() else 0.0
     if sums.state is not None and _vanishes(spec, longest, torch.finfo(sums.state.dtype).tiny):
         raise FloatingPointError(
-            f"Power {spec.order} of keys of at most {longest:.3g} vanishes in a state of "
-            f"{sums.state.dtype}. Use longer keys or float64."
+            f"Power {spec.order} of keys of at most {longest:.3g} underflows in a state of "
+            f"{sums.state.dtype}. Use larger keys or float64."
         )
 
 
 def _out_of_range(sums: RowSums, spec: AttentionSpec, k: Tensor, v: Tensor) -> bool:
-    """Whether a key's powers times its value may exceed the range of the state."""
+    """Whether a key's powers times its value may be out of range for the state."""
     if sums.state is None or not k.numel() or not v.numel():
         return False
     largest = [float(x.detach().abs().max()) for x in (k, v)]
@@ -113,7 +118,7 @@ def _out_of_range(sums: RowSums, spec: AttentionSpec, k: Tensor, v: Tensor) -> b
 
 
 def _vanishes(spec: AttentionSpec, longest: float, tiny: float) -> bool:
-    """Whether the powers of small keys underflow where a factor of the scores cancels."""
+    """Whether powers of small keys underflow in a spec in which a factor of scores cancels."""
     return spec.scale_free and 0 < longest ** degrees(spec)[1] < tiny
 
 
@@ -121,5 +126,5 @@ def _finite(x: Tensor | None) -> bool:
     if x is None:
         return True
     x = x.detach()
-    # One pass; only a sum that itself overflows needs a check of every number.
+    # One pass; every number is checked only if the sum itself is not finite.
     return bool(x.sum().isfinite()) or bool(x.isfinite().all())

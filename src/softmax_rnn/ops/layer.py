@@ -19,15 +19,15 @@ class Attention(nn.Module):
 
     A gate is one sigmoid scalar per head and token, ``sigmoid(Linear(hidden_size -> heads))``
     (appendix E); a learned length power is ``sigmoid(length_logit)`` per head; RMS and layer norms
-    act over the head dimension with one weight shared by the heads. A spec adds nothing else, and
-    softmax adds nothing at all.
+    act over the head dimension with one weight shared by the heads. Specs add no other
+    parameters; softmax adds none.
 
     Args:
         hidden_size: width of the residual stream.
         num_heads: query heads.
         spec: an :class:`AttentionSpec` or a variant's name.
-        num_kv_heads: key/value heads; all of ``num_heads`` unless given.
-        head_dim: width of a head; ``hidden_size // num_heads`` unless given.
+        num_kv_heads: key/value heads; by default ``num_heads``.
+        head_dim: width of a head; by default ``hidden_size // num_heads``.
         bias: whether the four projections have a bias.
     """
 
@@ -79,7 +79,7 @@ class Attention(nn.Module):
     def project(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated q [B, H, T, D] and k, and the (gated) v [B, Hkv, T, D], of [B, T, hidden_size].
+        """Project to rotated q [B, H, T, D], rotated k and (gated) v, both [B, Hkv, T, D].
 
         The input gate is applied here, so that a cache holds gated values.
         """
@@ -111,11 +111,11 @@ class Attention(nn.Module):
             hidden_states: [B, T, hidden_size].
             mask: visible keys (True), broadcast to [B, H, T, T].
             position_embeddings: the rotary cosines and sines, each [B or 1, T, head_dim].
-            state: of the tokens before, for a finite series.
+            state: the state of the earlier tokens, for a finite series.
             return_state: whether to return the state after these tokens as well.
 
         Returns:
-            The output [B, T, hidden_size]; with ``return_state`` a pair of it and the
+            The output [B, T, hidden_size]; with ``return_state`` a pair of the output and the
             :class:`State`.
         """
         q, k, v = self.project(hidden_states, position_embeddings)
@@ -139,7 +139,7 @@ class Attention(nn.Module):
         )
 
     def merge(self, out: Tensor) -> Tensor:
-        """[B, T, hidden_size] of the heads' outputs [B, H, T, D]."""
+        """Project the heads' outputs [B, H, T, D] to [B, T, hidden_size]."""
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def extra_repr(self) -> str:
@@ -148,7 +148,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: x [B, H, T, D] turned by angles whose cosines and sines are [B, T, D]."""
+    """Rotary positions: rotate x [B, H, T, D] by angles, given as cosines and sines [B, T, D]."""
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)

@@ -1,13 +1,14 @@
 """Symmetric powers: the monomials of a vector in place of its Kronecker powers.
 
-``(q . k)^n = q^(x)n . k^(x)n`` (equations 7, 8, ``reference.kronecker_power``) has ``d^n`` terms,
-but a Kronecker power holds every monomial of degree ``n`` once per order of its factors. The
-``C(d+n-1, n)`` distinct ones, weighted by how often they occur (``n! / alpha!``), give the same
-inner product.
+``(q . k)^n = q^(x)n . k^(x)n`` (equations 7, 8, ``reference.kronecker_power``) has ``d^n`` terms. A
+Kronecker power contains each monomial of degree ``n`` several times: once per order of its factors.
+The ``C(d+n-1, n)`` distinct monomials give the same inner product, if each is weighted by its
+number of occurrences ``n! / alpha!``.
 
-The monomials of degree ``n`` are ordered by their largest index: those whose largest index is ``j``
-are the monomials of degree ``n - 1`` in ``x_0 .. x_j``, times ``x_j``. The latter are a prefix of
-degree ``n - 1``, so a degree is built from the one below by ``d`` products of a slice with a row.
+The monomials of degree ``n`` are ordered by their largest index. Those with the largest index ``j``
+are the monomials of degree ``n - 1`` in ``x_0 .. x_j``, times ``x_j``. The monomials in
+``x_0 .. x_j`` are a prefix of degree ``n - 1``. So each degree is built from the previous degree by
+``d`` products of a slice and a row.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from softmax_rnn.ops.variants import resolve
 
 
 def dimension(width: int, degree: int) -> int:
-    """Monomials of one degree in ``width`` variables: ``C(width + degree - 1, degree)``."""
+    """Number of monomials of degree ``degree``: ``C(width + degree - 1, degree)``."""
     return comb(width + degree - 1, degree)
 
 
 def cumulative_dimension(width: int, degree: int) -> int:
     """Number of monomials of degree 0 to ``degree``: ``C(width + degree, degree)``."""
-    return comb(index(width) + degree, degree)  # a number, also of a size that is being traced
+    return comb(index(width) + degree, degree)  # index() also converts a traced size
 
 
 def state_size(spec: AttentionSpec | str, d_k: int, d_v: int) -> int:
-    """Size of a head's state: a row of values per monomial, and its weight sum if there is one.
+    """Number of elements in a head's state: per monomial, a row of values and any weight sum.
 
     Args:
         spec: a finite series, or the name of a variant with one.
@@ -61,7 +62,7 @@ def state_rows(spec: AttentionSpec, width: int) -> int:
 
 
 def degrees(spec: AttentionSpec) -> tuple[int, int]:
-    """The lowest and the highest power of a spec with a state; ``ValueError`` for another."""
+    """The lowest and the highest power of a spec; ``ValueError`` if it has no state."""
     if spec.clamp is not None:
         raise ValueError(
             f"A clamped score (clamp={spec.clamp}) is not a sum of powers of q . k and has no "
@@ -76,12 +77,13 @@ def degrees(spec: AttentionSpec) -> tuple[int, int]:
 
 
 class Gathers(NamedTuple):
-    """Index tables for monomials and their gradient: few operations, for devices where calls cost.
+    """Index tables that compute monomials and their gradient in few operations, for GPUs.
 
     Attributes:
-        levels: [2, rows] of each degree from 1 on: the row of the degree below, and the factor.
-        raised: [d, lower], of each monomial below the highest degree: the row of ``x_j`` times it.
-        powers: [d, lower, 1], the power of ``x_j`` in that.
+        levels: for each degree from 1 on, [2, rows]: the row of the previous degree, the factor.
+        raised: [d, lower], for each variable ``x_j`` and each monomial below the highest degree:
+            the row of their product.
+        powers: [d, lower, 1], the power of ``x_j`` in that product.
     """
 
     levels: tuple[Tensor, ...]
@@ -102,13 +104,13 @@ def monomials(x: Tensor, degree: int, gathers: Gathers | None = None) -> Tensor:
     Args:
         x: [..., d, T], a vector per column.
         degree: the highest degree.
-        gathers: tables to build all monomials of a degree at once.
+        gathers: tables that build all monomials of a degree in one operation.
 
     Returns:
-        [..., C(d + degree, degree), T]: degree after degree, each by its largest index.
+        [..., C(d + degree, degree), T]: ordered by degree, then by largest index.
     """
     *batch, width, length = x.shape
-    if gathers is not None or length <= _FEW:
+    if gathers is not None or length <= _FEW_COLUMNS:
         levels = gathers.levels if gathers else map(torch.from_numpy, _levels(width, degree))
         parts = [x.new_ones(*batch, 1, length), x][: degree + 1]
         for parents, factors in islice(levels, 1, None):
@@ -119,7 +121,7 @@ def monomials(x: Tensor, degree: int, gathers: Gathers | None = None) -> Tensor:
     out[..., 0, :] = 1.0
     if degree:
         out[..., 1 : width + 1, :] = x
-    # All views at once: for short columns making them costs as much as the products.
+    # All views at once: for short columns, creating views takes as long as the products.
     factors = x.unsqueeze(-3).unbind(-2)
     products = _products(width, degree)
     first = cumulative_dimension(width, min(degree, 1))
@@ -133,7 +135,7 @@ def monomials(x: Tensor, degree: int, gathers: Gathers | None = None) -> Tensor:
 def monomials_backward(
     x: Tensor, degree: int, features: Tensor, grad: Tensor, gathers: Gathers | None = None
 ) -> Tensor:
-    """The gradient of ``x``, given ``features = monomials(x, degree)`` and ``grad``, theirs.
+    """The gradient of ``x``, from ``features = monomials(x, degree)`` and their ``grad``.
 
     Overwrites ``grad``.
     """
@@ -180,12 +182,12 @@ def row_weights(
     coefficients = PowerSeries.from_spec(spec).coefficients
     assert coefficients is not None
     sizes = [dimension(width, n) for n in range(last + 1)]
-    every = multiplicities(width, last) * np.repeat(coefficients, sizes)
-    return torch.tensor(every[sum(sizes[:first]) :], dtype=dtype, device=device)
+    weights = multiplicities(width, last) * np.repeat(coefficients, sizes)
+    return torch.tensor(weights[sum(sizes[:first]) :], dtype=dtype, device=device)
 
 
-# Columns up to which a gather is faster than a product per index.
-_FEW = 4
+# Up to this number of columns, a gather is faster than one product per index.
+_FEW_COLUMNS = 4
 
 
 Indices = np.ndarray[tuple[int, int], np.dtype[np.int64]]
@@ -214,10 +216,11 @@ def _products(width: int, degree: int) -> tuple[_Product, ...]:
     return tuple(products)
 
 
-# Arrays are cached, not tensors: one made under inference mode or while tracing is of no use later.
+# Arrays are cached instead of tensors: a tensor that was created in inference mode or while tracing
+# cannot be used later.
 @lru_cache(maxsize=64)
 def _levels(width: int, degree: int) -> tuple[Indices, ...]:
-    """For each degree from 1 on: the parents, by their place in the degree below, and factors."""
+    """For each degree from 1 on: the parents' positions in the previous degree, and the factors."""
     levels = []
     for order in range(1, degree + 1):
         sizes = [dimension(factor + 1, order - 1) for factor in range(width)]
@@ -228,10 +231,10 @@ def _levels(width: int, degree: int) -> tuple[Indices, ...]:
 
 @lru_cache(maxsize=64)
 def _raised(width: int, degree: int) -> tuple[Indices, Indices]:
-    """The row of ``m x_j`` and the power of ``x_j`` in it, of all ``m`` of lower degrees; [d, m].
+    """The row of ``m x_j`` and the power of ``x_j`` in it, for all ``m`` of lower degrees; [d, m].
 
-    With ``i`` the largest index of ``m = p x_i``, ``m x_j`` is a product with parent ``m`` where
-    ``i <= j``, and otherwise the product of ``p x_j`` with ``x_i``.
+    Let ``i`` be the largest index of ``m = p x_i``. If ``i <= j``, the parent of ``m x_j`` is
+    ``m``. Otherwise its parent is ``p x_j``, and the factor is ``x_i``.
     """
     place, power = np.arange(width)[None], np.ones((1, width), np.int64)
     rows, powers = [place[:0]], [power[:0]]

@@ -19,8 +19,8 @@ def normalized(
 ) -> Tensor:
     """The norm of ``x * exp(log_scale)`` over the last dimension, times ``weight``, plus ``bias``.
 
-    ``log_scale`` [...] is a constant to autograd. ``OverflowError`` for the norm ``none``, if the
-    true scale of a vector is beyond the range of its dtype.
+    ``log_scale`` [...] has no gradient. Raises ``OverflowError`` for the norm ``none`` if the true
+    scale of a vector exceeds the range of its dtype.
     """
     if norm == "l2":
         return unit(x)
@@ -32,7 +32,7 @@ def normalized(
     x = x / largest  # squares of large numbers overflow
     eps = NORM_EPS[norm] / largest.square()
     if log_scale is not None:
-        # The epsilon in units of the scale: otherwise a norm ignores the scale.
+        # The scale affects a norm only through the epsilon, which is divided by the squared scale.
         eps = eps * (-2 * log_scale).exp().unsqueeze(-1)
         eps = eps.clamp(min=torch.finfo(eps.dtype).tiny)  # a row of zeros stays zero
     x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -49,8 +49,11 @@ def unit(x: Tensor) -> Tensor:
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The unit vectors, and their lengths [..., 1] in units of their largest number [..., 1]."""
-    largest = x.detach().abs().amax(-1, keepdim=True)  # squares of small numbers would vanish
+    """The unit vectors, the lengths of ``x / largest`` [..., 1], and ``largest`` [..., 1].
+
+    ``largest`` is the largest absolute entry of each vector.
+    """
+    largest = x.detach().abs().amax(-1, keepdim=True)  # squares of small numbers would underflow
     largest = largest.masked_fill(largest == 0, 1.0)
     x = x / largest
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -61,7 +64,7 @@ def _unit(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class _Unit(torch.autograd.Function):
     """:func:`_unit` with half the memory passes of autograd's backward; not used when compiled.
 
-    It saves the input and internal outputs only, so that its gradient is differentiable and the
+    It saves only the input and internal outputs, so that its gradient is differentiable and the
     result may be changed in place.
     """
 
@@ -82,7 +85,8 @@ class _Unit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_length: Tensor, _: None) -> Tensor:
-        x, length, largest = ctx.saved_tensors  # once: checkpointing allows no second time
+        # Accessed once: activation checkpointing allows no second access.
+        x, length, largest = ctx.saved_tensors
         return _perpendicular(x, length, largest, grad, -grad_length * length)[0]
 
     @staticmethod
@@ -95,7 +99,7 @@ class _Unit(torch.autograd.Function):
 def _perpendicular(
     x: Tensor, length: Tensor, largest: Tensor, change: Tensor, more: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """A change's part perpendicular to the unit vectors over their lengths; its parallel part."""
+    """Split ``change``: its part perpendicular to ``x``, over the length; its parallel part."""
     total = length * largest
     direction = x / total
     along = (change * direction).sum(-1, keepdim=True) + more
@@ -108,7 +112,7 @@ def _exp_or_raise(log_scale: Tensor) -> Tensor:
         limit = torch.finfo(scale.dtype).max
         raise OverflowError(
             f"The un-normalised sum of weights overflows {scale.dtype}: the largest "
-            f"log-sum-exp is {log_scale.max().item():.1f}, the limit {limit:.3g}. "
+            f"log-sum-exp is {log_scale.max().item():.1f}, the largest number {limit:.3g}. "
             "Give the spec a norm, a row-sum denominator, or a clamp (the paper's is 5)."
         )
     return scale

@@ -79,29 +79,33 @@ def attention(
         spec: an :class:`AttentionSpec` or a variant's name (``"norm"``, ``"taylor:4"``).
         causal: query ``t`` sees keys up to ``t + S - T`` (the queries are the last T positions).
         mask: boolean, True = visible, broadcastable to [B, H, T, S]; with ``causal`` both apply.
-            A row that sees no key has the numerator zero (and so the output, but for a
+            If a row sees no key, its numerator is zero, and so is its output (apart from a
             ``norm_bias``).
         input_gate: in [0, 1], [B, Hkv, S]; multiplies the values (appendix E).
         output_gate: in [0, 1], [B, H, T]; multiplies the output (appendix E).
         length_power: [H], the exponent of the ``learned_length`` denominator.
         norm_weight: [E], scale of the ``rms`` and ``layer`` norms; ones if not given.
         norm_bias: [E], shift of the ``layer`` norm; zeros if not given.
-        form: ``auto``, or one of :func:`forms` (the same result to rounding).
-        state: the sums of a finite series over earlier keys (section 3.1), which every query sees
-            too. Gradients pass through it. With a state, ``mask`` is per key: [B, 1, 1, S].
+        form: ``auto``, or one of :func:`forms` (all agree up to rounding errors).
+        state: the sums of a finite series over earlier keys (section 3.1). Every query sees these
+            keys as well. Gradients flow through the state. With a state, ``mask`` is per key,
+            [B, 1, 1, S].
         return_state: whether to return the state after these keys as well.
 
     Returns:
-        The output, [B, H, T, E], in the dtype of ``q``; with ``return_state`` that and a
-        :class:`State`. Sums and states accumulate in float32 for half types.
+        The output, [B, H, T, E], in the dtype of ``q``; with ``return_state`` a pair of the output
+        and a :class:`State`. For float16 and bfloat16, sums and states accumulate in float32.
 
     Raises:
-        ValueError: invalid shapes, dtypes, devices, gates, form or state, with what is allowed.
-        OverflowError: sums, a state or outputs beyond the range of their dtype, in any form.
-        MemoryError: a state too large, with its bytes and the largest order that fits.
-        FloatingPointError: NaN or infinity in a state or what is added to it, with the index of the
-            token.
-        NotImplementedError: a second or forward-mode derivative, which ``form="dense"`` alone has.
+        ValueError: for invalid shapes, dtypes, devices, gates, form or state; the message says what
+            is allowed.
+        OverflowError: if sums, a state or outputs exceed the range of their dtype, in any form.
+        MemoryError: if the state is too large; the message gives its size in bytes and the largest
+            order that fits.
+        FloatingPointError: for NaN or infinity in a state or in the tokens added to it; the message
+            gives the index of the token.
+        NotImplementedError: for a second or forward-mode derivative; only ``form="dense"`` supports
+            them.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 4, 128, 32).unbind(0)
@@ -146,7 +150,7 @@ def attention(
             sums = sums._replace(log_scale=log_scale)
         out, log_scale = sums.numerator.to(dtype), sums.log_scale
         if spec.row_sum is not None:
-            if sums.weight_sum is not None:  # else the form has divided already
+            if sums.weight_sum is not None:  # else the form has already divided by it
                 total, log_scale = row_sum(sums, spec, v)
                 out = out / total.unsqueeze(-1)
         elif spec.denominator != "none":
@@ -175,13 +179,13 @@ def attention(
 def _scaled_for_powers(
     q: Tensor, k: Tensor, spec: AttentionSpec, causal: bool, mask: Tensor | None, stateful: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Queries scaled by row, and the log of the factor that the powers of their scores then lack.
+    """Scale the queries of each row; return them and the log of the factor missing in the sums.
 
-    The power of a small score would underflow, that of a large one overflow, although the quotient
-    is an ordinary number. So the largest possible score of a row is scaled to where sums of its
-    power are just in range, which leaves most room for smaller scores. Factors are powers of two,
-    so that nothing is rounded. A state holds unscaled and earlier keys: there, queries are scaled
-    to length 1.
+    Powers of small scores would underflow and powers of large scores would overflow, although the
+    quotient is in range. So each row is scaled: sums of powers of its largest possible score are
+    just in range, which leaves the largest range for smaller scores. Factors are powers of two, so
+    that nothing is rounded. A state stores unscaled keys, also earlier ones: with a state, queries
+    are scaled to length 1.
     """
     if not q.numel() or not k.numel():
         return q, None
@@ -199,22 +203,23 @@ def _scaled_for_powers(
             longest = lengths.amax(-1, keepdim=True)
         longest = longest.repeat_interleave(q.shape[1] // k.shape[1], 1)
         longest = longest + math.log2(abs(spec.score_scale(q.shape[-1])))
-        longest = longest.masked_fill(longest == -torch.inf, 0.0)  # zeros: any factor serves
+        # If all scores are zero, any factor works.
+        longest = longest.masked_fill(longest == -torch.inf, 0.0)
         exponent = exponent + longest.clamp(-_HEADROOM, _HEADROOM) - _HEADROOM / order
     exponent = exponent.round().masked_fill(~exponent.isfinite(), 0.0)
-    if q.dtype == torch.float16:  # whose range is small
+    if q.dtype == torch.float16:  # float16 has a small range
         q = q.to(dtype)
-    half = (exponent / 2).round()  # the whole factor may overflow float32
+    half = (exponent / 2).round()  # the full factor may overflow float32
     for part in (half, exponent - half):
         q = q * (-part).exp2().unsqueeze(-1).to(q.dtype)
     return q, order * math.log(2) * exponent
 
 
-# Bits above 1 that powers of scores may use; sums, values and D^order need the rest.
+# Powers of scores may use this many bits above 1; sums, values and D^order need the rest.
 _HEADROOM = 80.0
 
 
 def _log2_length(x: Tensor) -> Tensor:
-    """The binary logarithm of the lengths of rows, whose squares may be out of range."""
+    """An upper bound of log2 of the rows' lengths, without squares, which may be out of range."""
     largest = x.abs().amax(-1)
     return largest.log2() + 0.5 * math.log2(x.shape[-1])

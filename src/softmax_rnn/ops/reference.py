@@ -1,15 +1,16 @@
-"""The paper's equations in plain PyTorch. Start here: every form is held to these functions.
+"""The paper's equations in plain PyTorch. Start here: tests compare every form with them.
 
-One head, one function an equation, causal unless told otherwise. Row ``t`` of ``q`` [T, d] sees the
-rows ``1..t`` of ``k`` [T, d] and ``v`` [T, e]; the result is [T, e]. As in the paper the score is
-``Q_t . K_s`` without the factor ``1 / sqrt(d)``: multiply ``q`` by it before.
+Each equation is one function. All but ``attention`` are causal and for one head: row ``t`` of ``q``
+[T, d] sees the rows ``1..t`` of ``k`` [T, d] and ``v`` [T, e]; the result is [T, e]. As in the
+paper, the score is ``Q_t . K_s`` without the factor ``1 / sqrt(d)``; multiply ``q`` by it
+beforehand.
 
 | here                      | in the paper                                                 |
 |---------------------------|--------------------------------------------------------------|
 | ``softmax_attention``     | equation 1                                                   |
 | ``linear_attention``      | equation 2                                                   |
 | ``kronecker_power``       | section 3.1, property 3                                      |
-| ``power_rnn``             | section 3.1: ``Q_t^(x)n . H^n_t``, one recurrence a power    |
+| ``power_rnn``             | section 3.1: ``Q_t^(x)n . H^n_t``, one recurrence per power  |
 | ``recurrent_softmax``     | section 3.1: the sum of these recurrences, up to an order    |
 | ``first_order_attention`` | equation 3: the power 1 alone                                |
 | ``softmax_gate``          | equation 4: ``G_t``, one over softmax's denominator          |
@@ -17,7 +18,7 @@ rows ``1..t`` of ``k`` [T, d] and ``v`` [T, e]; the result is [T, e]. As in the 
 | ``norm_attention``        | equation 6                                                   |
 | ``attention``             | all of them: the formula of ``AttentionSpec``, row by row    |
 
-Nothing is fast or safe from overflow here. Everything is differentiable; use float64.
+These functions are slow and may overflow. All are differentiable. Use float64.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def exp_sum(q: Tensor, k: Tensor, v: Tensor, clamp: float = math.inf) -> Tensor:
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Equation 1: the numerator over ``sum_{n <= t} exp(Q_t . K_n)``."""
+    """Equation 1: the numerator divided by ``sum_{n <= t} exp(Q_t . K_n)``."""
     return exp_sum(q, k, v) / exp_sum(q, k, torch.ones_like(v[:, :1]))
 
 
@@ -183,7 +184,7 @@ def attention(
 
 
 def score_scale(spec: AttentionSpec, width: int) -> float:
-    """``1 / sqrt(d)`` for the identity map, 1 for the others, unless the spec has a number."""
+    """``1 / sqrt(d)`` for the identity map, 1 for the others, unless the spec sets a number."""
     if isinstance(spec.scale, int | float):
         return spec.scale
     mapped = spec.scale is None and spec.feature_map != "identity"

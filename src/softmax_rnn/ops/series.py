@@ -1,7 +1,7 @@
 """Power series ``w(x) = sum_n a_n x^n``: the weight of every attention in the paper.
 
 The exponential, its Taylor polynomials and single powers share one class. The derivative of a
-series is again a series (of ``taylor`` N it is ``taylor`` N-1), so that the forms need no other
+series is again a series (for ``taylor`` N it is ``taylor`` N-1), so the forms need no other
 function for their backward pass.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from softmax_rnn.ops.forms.first_order import differentiated
 from softmax_rnn.ops.spec import AttentionSpec
 
-MAX_RADIUS = 700.0  # exp of more overflows float64
+MAX_RADIUS = 700.0  # a little more overflows float64
 
 
 class PowerSeries(NamedTuple):
@@ -69,7 +69,7 @@ def remainder_bound(order: int, radius: float) -> float:
 
     Raises:
         ValueError: for an order that is not an integer >= 0, or a radius that is not in [0, 700]
-            (beyond, exp itself overflows).
+            (beyond 700, exp itself overflows).
     """
     if isinstance(order, bool) or not isinstance(order, int) or order < 0:
         raise ValueError(f"order must be an integer >= 0, not {order!r}.")
@@ -88,7 +88,7 @@ def order_for(tolerance: float, radius: float) -> int:
     """The lowest order whose Taylor series is within ``tolerance`` of exp on ``|x| <= radius``.
 
     Raises:
-        ValueError: for a tolerance that is not > 0, or a radius as :func:`remainder_bound`.
+        ValueError: for a tolerance that is not > 0, or a radius that is not in [0, 700].
     """
     if not tolerance > 0:
         raise ValueError(f"tolerance must be > 0, not {tolerance!r}.")

@@ -1,4 +1,4 @@
-"""The one specification of an attention: pure data, validated, to and from a plain dict."""
+"""The specification of an attention: validated data, converted to and from a plain dict."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class AttentionSpec:
         order: highest power of ``taylor``, or the power of ``power``; ``None`` for ``exp``.
         clamp: upper bound of the score, or ``None``.
         scale: factor of the score: a number, or ``"1/sqrt(d)"`` of the key width; ``None`` means
-            the latter for the identity map, 1 for the others.
+            ``"1/sqrt(d)"`` for the identity map, 1 for the others.
         denominator: ``D_t``: the row sum ``sum``, ``detached_sum`` (no gradient), ``clamped_sum``
             (at least 1), ``sum_plus_one``; ``length`` (number of visible keys), ``learned_length``
             (that number to a learned power per head) or ``none``.
@@ -79,7 +79,8 @@ class AttentionSpec:
         floor: lower bound of the row sum (``sum`` and ``detached_sum`` only).
 
     Raises:
-        ValueError: for a value outside its set, naming the allowed ones and the nearest match.
+        ValueError: for an invalid value; the message names the allowed values and the nearest
+            match.
     """
 
     feature_map: FeatureMap = "identity"
@@ -111,8 +112,8 @@ class AttentionSpec:
                 raise ValueError(f"{field} must be a finite number >= 0, not {value!r}.")
             if value and self.denominator not in ("sum", "detached_sum"):
                 raise ValueError(
-                    f"{field}={value!r} acts on the denominators sum and detached_sum, "
-                    f"not on {self.denominator!r}."
+                    f"{field}={value!r} applies only to the denominators sum and detached_sum, "
+                    f"not to {self.denominator!r}."
                 )
         if not isinstance(self.input_gate, bool):
             raise ValueError(f"input_gate must be True or False, not {self.input_gate!r}.")
@@ -133,7 +134,7 @@ class AttentionSpec:
 
     @property
     def row_sum(self) -> RowSum | None:
-        """How the row sum enters the denominator; ``None`` where it does not."""
+        """How the denominator uses the row sum; ``None`` if it does not use it."""
         rule = _ROW_SUMS.get(self.denominator)
         if rule is None or not (self.epsilon or self.floor):
             return rule
@@ -144,7 +145,7 @@ class AttentionSpec:
         """Whether keys and values can be summed into a state of fixed size (section 3.1).
 
         True for a finite series of the score itself. The series exp has a state of infinite size;
-        a clamped score is no inner product, and its powers are not sums of monomials.
+        a clamped score is not an inner product, and its powers are not sums of monomials.
         """
         return self.series != "exp" and self.clamp is None
 
@@ -160,8 +161,8 @@ class AttentionSpec:
     def up_to_row_scale(self) -> bool:
         """Whether the output is the same for any positive multiple of a row's numerator.
 
-        True for the plain row sum, and for the L2 norm under a denominator that is positive:
-        the norm removes it (so an output gate before that norm does nothing either).
+        True for the plain row sum. Also true for the L2 norm with another positive denominator: the
+        norm removes the denominator (and the effect of an output gate before the norm).
         """
         if self.norm == "l2" and self.row_sum is None:
             return True
@@ -169,7 +170,7 @@ class AttentionSpec:
 
     @property
     def is_quotient(self) -> bool:
-        """Whether numerator and denominator scale alike, so that small weights matter."""
+        """Whether numerator and denominator scale together, so that small weights matter."""
         rule = self.row_sum
         return self.norm == "l2" or (rule is not None and not (rule.offset or rule.floor))
 
@@ -181,18 +182,18 @@ class AttentionSpec:
 
     @property
     def scale_free(self) -> bool:
-        """Whether a factor of a row's scores changes nothing: one power, whose factor cancels."""
+        """Whether the output is the same for any factor of a row's scores: a single power."""
         one_power = self.series == "power" and (self.order or 0) > 1 and self.clamp is None
         return one_power and self.feature_map in ("identity", "relu") and self.is_quotient
 
     @property
     def terms_can_cancel(self) -> bool:
-        """Whether terms of the weights, monomials of features, have either sign."""
+        """Whether the terms of a weight (products of monomials) can have both signs."""
         return self.feature_map in ("identity", "cosine") or self.score_scale(1) < 0
 
     @property
     def bounded(self) -> bool:
-        """Whether no output is larger than the values, or than what a norm's weight makes of 1."""
+        """Whether the outputs are bounded: by the values, or by a norm and its weight."""
         return self.norm != "none" or (self.row_sum is not None and self.sign_definite)
 
     def score_scale(self, head_dim: int) -> float:

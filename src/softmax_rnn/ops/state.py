@@ -17,7 +17,7 @@ from softmax_rnn.ops.forms.row_sums import compute_dtype
 from softmax_rnn.ops.monomials import cumulative_dimension, degrees, state_rows, state_size
 from softmax_rnn.ops.spec import AttentionSpec
 
-# Less than this is taken to fit: reading the free memory takes longer than using it.
+# Fewer bytes are assumed to fit: reading the free memory takes longer than using it.
 _SMALL = 2**26
 
 
@@ -26,11 +26,12 @@ class State:
     """The state after some tokens; its size does not depend on their number.
 
     Attributes:
-        spec: the specification that made it.
+        spec: the specification that it belongs to.
         sums: ``sum_s v_s monomials(k_s)^T`` (the stacked hidden states ``H^n`` of section 3.1 in
-            the symmetric basis, transposed), with a last row ``sum_s monomials(k_s)`` where the
-            spec has a row sum; [B, Hkv, E or E + 1, monomials]: float64 for inputs of float64,
-            else float32, in which sums stop growing after about 2^24 = 16.8 million tokens.
+            the symmetric basis, transposed), with a last row ``sum_s monomials(k_s)`` if the
+            spec has a row sum; [B, Hkv, E or E + 1, monomials]. The dtype is float64 for float64
+            inputs, otherwise float32. In float32, sums stop growing after about 2^24 = 16.8 million
+            tokens.
         visible: number of visible keys so far, for the length denominators; [B], int64.
         tokens: number of positions so far, hidden ones included.
     """
@@ -42,7 +43,7 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Size in bytes."""
         return self.sums.nbytes + self.visible.nbytes
 
     def select(self, batch: Tensor) -> State:
@@ -51,7 +52,7 @@ class State:
         return replace(self, sums=sums, visible=visible)
 
     def detach(self) -> State:
-        """The state without its graph, for truncated backpropagation through time."""
+        """The state without its autograd graph, for truncated backpropagation through time."""
         return replace(self, sums=self.sums.detach())
 
     def to(self, device: torch.device | str) -> State:
@@ -60,11 +61,11 @@ class State:
 
 
 def check_state(state: State, spec: AttentionSpec, k: Tensor, v: Tensor) -> None:
-    """Raise ``ValueError`` unless ``state`` is one of ``spec`` for keys and values like these."""
+    """Raise ``ValueError`` unless ``state`` belongs to ``spec`` and fits these keys and values."""
     if not isinstance(state, State):
         raise ValueError(f"state must be a softmax_rnn.State, not {type(state).__name__}.")
     if state.spec != spec:
-        raise ValueError(f"The state was made by another spec: {state.spec}, not {spec}.")
+        raise ValueError(f"The state belongs to another spec: {state.spec}, not {spec}.")
     channels = v.shape[3] + (spec.row_sum is not None)
     shape = (*k.shape[:2], channels, state_rows(spec, k.shape[3]))
     if tuple(state.sums.shape) != shape:
@@ -99,7 +100,7 @@ def fits(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def require_memory(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ``MemoryError`` unless :func:`fits`, with the bytes and the largest order that does."""
+    """Raise ``MemoryError`` unless :func:`fits`; the message names the largest order that fits."""
     if fits(spec, q, k, v):
         return
     order = degrees(spec)[1]
@@ -111,12 +112,13 @@ def require_memory(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None
     raise MemoryError(
         f"The state of order {order} takes {state:,} bytes ({heads} heads, key width {k.shape[3]}, "
         f"value width {v.shape[3]}), with working memory "
-        f"{_bytes_needed(spec, q, k, v):,}; {_free_bytes(k.device):,} are free; {advice}."
+        f"{_bytes_needed(spec, q, k, v):,} bytes; {_free_bytes(k.device):,} bytes are "
+        f"free; {advice}."
     )
 
 
 def _bytes_needed(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Old, new and weighted state, the monomials of a chunk, the states of the backward pass."""
+    """Bytes of old, new and weighted state, a chunk's monomials, and the backward pass's states."""
     heads, groups = k.shape[0] * k.shape[1], q.shape[1] // k.shape[1]
     chunk = chunk_length(sizes_of(spec, q, k, v))
     together = heads_per_step(spec, k.shape[3], chunk, groups, k.device.type)
@@ -129,14 +131,14 @@ def _bytes_needed(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> int:
     return compute_dtype(k.dtype).itemsize * (monomials + states * state)
 
 
-# A compiled model keeps the choice that the free memory allowed when it was compiled.
+# A compiled model keeps the choice of the time of compilation.
 @constant_when_compiled
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = _available_memory()
-    group = Path("/sys/fs/cgroup")  # a container's limit, where there is one
+    group = Path("/sys/fs/cgroup")  # a container's limit, if there is one
     try:
         limit = int((group / "memory.max").read_text())
         return min(free, limit - int((group / "memory.current").read_text()))
@@ -145,7 +147,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _available_memory() -> int:
-    """Bytes that a process can still get; the installed memory where the system does not say."""
+    """Bytes of available memory; the installed memory if the system does not report it."""
     try:
         found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     except OSError:

@@ -1,4 +1,4 @@
-"""Attention over an endless sequence, piece by piece, holding nothing but the state."""
+"""Attention over an endless sequence, piece by piece; only the state is kept."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from softmax_rnn.ops.variants import resolve
 
 
 class Stream:
-    """Causal attention of a finite series, fed pieces of any length in order.
+    """Causal attention of a finite series over consecutive pieces of any length.
 
-    Gradients stop at every call; to train through states, call ``attention`` with ``state``. Sums
-    in a float32 state stop growing after about 2^24 = 16.8 million tokens, or calls with many
-    tokens each; use float64 inputs for more.
+    Gradients stop at every call; to train through states, call ``attention`` with ``state``. The
+    sums in a float32 state stop growing after about 2^24 = 16.8 million tokens (or calls, if each
+    call has many tokens). Use float64 inputs for longer sequences.
 
     Args:
         spec: a finite series without a clamp, or the name of a variant with one.
-        length_power: [H], as for ``attention``, if the spec has one; likewise the norm's
-        norm_weight: [E], and
-        norm_bias: [E].
-        state: the state to continue from; empty if not given.
+        length_power: [H], as for ``attention``, if the spec uses it.
+        norm_weight: [E], as for ``attention``.
+        norm_bias: [E], as for ``attention``.
+        state: the initial state; by default empty.
 
     Raises:
         ValueError: for a spec without a state.
@@ -49,7 +49,7 @@ class Stream:
         state: State | None = None,
     ) -> None:
         self.spec = resolve(spec)
-        degrees(self.spec)  # an error where there is no state
+        degrees(self.spec)  # raises if the spec has no state
         self.state = state
         self._parameters = {
             "length_power": length_power,

@@ -1,4 +1,4 @@
-"""What ``attention()`` refuses: tensors that do not fit together."""
+"""Checks of the tensors that ``attention()`` takes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
                 f"{name} has {x.dtype} on {x.device}."
             )
         if 0 in (x.shape[1], x.shape[3]):
-            raise ValueError(f"{name} must have heads and a width, not {list(x.shape)}.")
+            raise ValueError(
+                f"{name} must have at least one head and width 1, not {list(x.shape)}."
+            )
         if x.shape[0] != q.shape[0]:
             raise ValueError(f"{name} has batch {x.shape[0]}, q has {q.shape[0]}.")
     if q.shape[3] != k.shape[3]:

@@ -83,8 +83,8 @@ GROUP = "softmax_rnn.variants"  # of the entry points that packages declare
 def variants() -> dict[str, Spec]:
     """Every named variant and its spec; the families (``taylor``, ``power``) at order 2.
 
-    The table of the paper first, then the entry points of installed packages, then what
-    :func:`register_variant` added. An entry point that cannot be loaded is a warning.
+    In this order: the paper's variants, those of installed packages (entry points), and those of
+    :func:`register_variant`. An entry point that cannot be loaded causes a warning.
     """
     found = dict(_TABLE)
     for name in _entry_points():
@@ -96,23 +96,23 @@ def variants() -> dict[str, Spec]:
 
 
 def register_variant(name: str, spec: Spec) -> None:
-    """Add a variant to those that this process knows by name.
+    """Add a named variant in this process.
 
     A package adds variants for every process by entry points of the group
-    ``softmax_rnn.variants``: the name is the variant's, the object an :class:`AttentionSpec`, its
-    fields as a dict, or a function that returns either.
+    ``softmax_rnn.variants``: the entry point has the variant's name and refers to an
+    :class:`AttentionSpec`, a dict of its fields, or a function that returns either.
 
     Args:
         name: ASCII letters, digits, ``_`` and ``-``.
-        spec: what the name stands for.
+        spec: the spec with this name.
 
     Raises:
-        ValueError: for another kind of name or spec, or a name that stands for another spec.
+        ValueError: for an invalid name or spec, or a name that already has another spec.
     """
     _check(name, spec)
     known = _find(name)
     if known not in (None, spec):
-        raise ValueError(f"variant {name!r} exists and is another spec: {known}.")
+        raise ValueError(f"variant {name!r} already exists with another spec: {known}.")
     if known is None:
         _REGISTERED[name] = spec
 
@@ -123,7 +123,7 @@ def variant(name: str, *, order: int | None = None) -> Spec:
     Args:
         name: a key of :func:`variants`, an alias (``softmax_l2``), or a family with its order
             after a colon (``"taylor:4"``).
-        order: highest power of a family; 2 unless given.
+        order: highest power of a family; by default 2.
 
     Raises:
         ValueError: for an unknown name (with the nearest one), an invalid order, an order for a
@@ -135,7 +135,9 @@ def variant(name: str, *, order: int | None = None) -> Spec:
         raise unknown("variant", name, [*_TABLE, *ALIASES, *_entry_points(), *_REGISTERED])
     if colon:
         if order is not None:
-            raise ValueError(f"variant {name!r} names its order; order={order!r} came on top.")
+            raise ValueError(
+                f"variant {name!r} contains its order; order={order!r} was given as well."
+            )
         if not suffix.isdecimal() or len(suffix) > len(str(MAX_ORDER)):
             raise ValueError(
                 f"variant {name!r}: the order after ':' must be an integer >= 0, at most "
@@ -147,7 +149,7 @@ def variant(name: str, *, order: int | None = None) -> Spec:
     if family not in FAMILIES:
         raise ValueError(
             f"variant {family!r} has no order (given: {order!r}); "
-            f"those with one: {', '.join(FAMILIES)}."
+            f"variants with an order: {', '.join(FAMILIES)}."
         )
     spec = replace(spec, order=order)
     if spec.series == "taylor" and spec.row_sum and not spec.sign_definite:
@@ -165,7 +167,7 @@ def resolve(spec: Spec | str) -> Spec:
 
 
 def _find(name: str) -> Spec | None:
-    """The spec of a name without an order; packages are asked only for names unknown so far."""
+    """The spec of a name without an order; packages are searched last."""
     name = ALIASES.get(name, name)
     for known in (_TABLE, _REGISTERED):
         if name in known:
@@ -182,7 +184,7 @@ def _check(name: object, spec: object) -> None:
 
 @functools.cache
 def _entry_points() -> dict[str, list[EntryPoint]]:
-    """Those of all installed packages, by the variant's name."""
+    """The entry points of all installed packages, by the variant's name."""
     found: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=GROUP):
         found.setdefault(point.name, []).append(point)
@@ -191,7 +193,7 @@ def _entry_points() -> dict[str, list[EntryPoint]]:
 
 @functools.cache
 def _load(name: str) -> Spec:
-    """The spec that packages give a name; ``ValueError`` names the package that has none for it."""
+    """The spec of a name in packages; ``ValueError`` names a package whose spec is invalid."""
     taken = _TABLE.get(ALIASES.get(name, name))
     for point in _entry_points()[name]:
         package = point.dist.name if point.dist else "unknown"
@@ -203,8 +205,8 @@ def _load(name: str) -> Spec:
                 spec = Spec.from_dict(spec)
             _check(name, spec)
             if taken not in (None, spec):
-                raise ValueError(f"the name exists and is another spec: {taken}")
-        except Exception as error:  # it is the package's code
+                raise ValueError(f"the name already exists with another spec: {taken}")
+        except Exception as error:  # the package's code may raise anything
             raise ValueError(
                 f"variant {name!r} of the package {package!r} ({point.value}) cannot be used: "
                 f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
 """One training run: its configuration, its folder, its loop.
 
-The names are imported when they are first used (PEP 562), so that a part of this package can be
-used without the packages that the others need.
+The names are imported on first use (PEP 562), so that each part of this package needs only its own
+dependencies.
 """
 
 from __future__ import annotations

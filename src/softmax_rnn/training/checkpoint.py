@@ -1,7 +1,7 @@
-"""Checkpoints: weights and optimizer states, written by every process, and finding an intact one.
+"""Checkpoints: every process writes weights and optimizer states; find an intact checkpoint.
 
-model.safetensors    the whole weights, for ``from_pretrained``; not while a run is sharded
-state/*.safetensors  the optimizer's states, and the weights of a sharded run: a file per process
+model.safetensors    all weights, for ``from_pretrained``; a sharded run writes it only at its end
+state/*.safetensors  optimizer states, and the weights of a sharded run; one file per process
 progress.json        the unfinished row of metrics
 *.jsonl              the rows so far
 manifest.json        size and hash of every file
@@ -48,28 +48,28 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class CheckpointError(OSError):
-    """A checkpoint that cannot be written, or none that can be read."""
+    """A checkpoint cannot be written, or no checkpoint can be read."""
 
 
 def whole_weights(model: PreTrainedModel) -> dict[str, Any]:
-    """The weights of a model that may be sharded, in the first process; all of them call this."""
+    """All weights of a model that may be sharded, in the first process; all processes call this."""
     return get_model_state_dict(model, options=_WHOLE)
 
 
 def write_state(
     checkpoint: Path, model: PreTrainedModel, optimizer: Optimizer, rank: int, *, weights: bool
 ) -> None:
-    """Write the optimizer's states, and the model's if ``weights``: a file per process."""
+    """Write the optimizer's states, and the weights if ``weights``: one file per process."""
     tensors = _tensors(model, optimizer, weights)
     if not tensors:  # every step so far was skipped
         return
     writer = HuggingFaceStorageWriter(str(checkpoint / _STATE), save_distributed=True)
-    with _failing_as(rank):
+    with _raising_own_failure(rank):
         save(tensors, storage_writer=writer, no_dist=not torch.distributed.is_initialized())
 
 
 def read_state(checkpoint: Path, model: PreTrainedModel, optimizer: Optimizer, rank: int) -> None:
-    """Load a checkpoint, of any number of processes, into a model and its fresh optimizer."""
+    """Load a checkpoint of any number of processes into a model and its new optimizer."""
     state = checkpoint / _STATE
     reader = HuggingFaceStorageReader(str(state))
     saved = reader.read_metadata().state_dict_metadata if state.exists() else {}
@@ -87,7 +87,7 @@ def read_state(checkpoint: Path, model: PreTrainedModel, optimizer: Optimizer, r
     tensors = _tensors(model, optimizer, sharded)
     if not tensors:
         return
-    with _failing_as(rank):
+    with _raising_own_failure(rank):
         load(tensors, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
 
 
@@ -104,8 +104,8 @@ def _tensors(model: PreTrainedModel, optimizer: Optimizer, weights: bool) -> dic
 
 
 @contextlib.contextmanager
-def _failing_as(rank: int) -> Iterator[None]:
-    """Raise this process's failure in place of torch's error, which holds those of all."""
+def _raising_own_failure(rank: int) -> Iterator[None]:
+    """Raise this process's failure instead of torch's error, which combines those of all."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process
@@ -118,7 +118,7 @@ def _failing_as(rank: int) -> Iterator[None]:
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:
-    """What a run needs besides tensors; ``CheckpointError`` if an earlier version wrote it."""
+    """The progress of a run without its tensors; ``CheckpointError`` for earlier versions."""
     progress: dict[str, Any] = json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8"))
     if "loss_sum" not in progress:
         raise CheckpointError(
@@ -165,14 +165,14 @@ def model_folder(path: Path) -> Path:
         return path
     run = RunFolder(path)
     while checkpoints := run.checkpoints:
-        if not run.exists:  # another trainer's, without hashes
+        if not run.exists:  # written by another trainer, without hashes
             return checkpoints[-1]
         try:
             found, left_out = newest_whole(checkpoints)
         except CheckpointError:
             if any(checkpoint.exists() for checkpoint in checkpoints):
                 raise
-            continue  # the run replaced them meanwhile
+            continue  # the run has replaced them: look again
         for name, wrong in left_out.items():
             notice(f"{name} is left out: {wrong}.")
         assert found is not None
@@ -188,6 +188,6 @@ def load_trained(folder: Path) -> PreTrainedModel:
         return load_model(folder)
     model = SoftmaxRNNForCausalLM(SoftmaxRNNConfig.from_pretrained(folder))
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    with _failing_as(rank=0):
+    with _raising_own_failure(rank=0):
         load(tensors, storage_reader=HuggingFaceStorageReader(str(folder / _STATE)), no_dist=True)
     return model

@@ -29,7 +29,7 @@ from softmax_rnn.sizes import SIZES
 Precision = Literal["auto", "fp32", "bf16"]
 Packing = Literal["blocks", "documents"]
 
-# Appendix D; the schedule's horizon is the one the authors' code runs with.
+# Appendix D; the schedule's horizon is that of the authors' code.
 _PAPER: dict[str, Any] = {
     "tokenizer": "meta-llama/Llama-2-7b-hf",
     "initializer_range": 0.02,
@@ -51,7 +51,7 @@ Fraction = Annotated[float, Field(strict=True, gt=0, lt=1)]
 BlockSize = Annotated[int, Field(strict=True, ge=2, lt=2**53)]
 Decay = Annotated[float, Field(strict=True, ge=0, lt=1)]
 
-# Marks a setting on which no update depends, but for rounding: it may change on resuming.
+# Marks a setting that affects updates only by rounding errors; it may change on resuming.
 NEUTRAL = "neutral"
 
 
@@ -83,41 +83,42 @@ class RunConfig:
         hidden_size: width of the residual stream.
         intermediate_size: width of the MLP.
         num_layers: decoder layers.
-        num_heads: query heads a layer.
-        num_kv_heads: key/value heads a layer; all of num_heads unless given.
-        vocab_size: rows of the embedding; the tokenizer's unless given.
+        num_heads: query heads per layer.
+        num_kv_heads: key/value heads per layer; by default num_heads.
+        vocab_size: rows of the embedding; by default the size of the tokenizer's vocabulary.
         initializer_range: standard deviation of the initial weights (the paper: 0.02).
         corpus: ``stdlib`` (the source text of Python's standard library), a file, folder or glob,
             ``hf:owner/name[@config]`` of the Hugging Face Hub, or a prepared corpus's folder.
         text_column: key or column of the text in JSON lines, Parquet and datasets.
         tokenizer: ``bytes``, or a Hugging Face tokenizer's name or path.
-        end_of_text: the token that ends every document; the tokenizer's own unless given.
-        block_size: tokens a block.
+        end_of_text: the token that ends every document; by default the tokenizer's own.
+        block_size: tokens per block.
         test_fraction: share of the documents held out.
         split_seed: draws the documents held out.
-        max_tokens: approximate limit on the number of tokens prepared; all of them unless given.
-        packing: ``blocks`` of tokens packed over the ends of documents; or ``documents``, one a
-            row, cut or padded to block_size, sampled with replacement (as the paper's authors).
+        max_tokens: approximate limit on the number of prepared tokens; by default unlimited.
+        packing: ``blocks`` of tokens, packed across document boundaries; or ``documents``, one per
+            row, truncated or padded to block_size, sampled with replacement (as in the authors'
+            code).
         steps: optimizer steps of the run.
-        schedule_steps: where the linear decay would reach zero, at least ``steps``; ``steps``
-            unless given.
-        warmup_steps: steps of the linear warm-up; a sixth of the schedule unless given.
-        batch_size: blocks a step, over all devices and accumulated micro-batches.
-        accumulation: micro-batches a step.
-        learning_rate: its peak.
-        beta1: AdamW's first moment.
-        beta2: AdamW's second moment.
+        schedule_steps: step at which the linear decay reaches zero, at least ``steps``; by default
+            ``steps``.
+        warmup_steps: steps of the linear warm-up; by default a sixth of the schedule.
+        batch_size: blocks per step, over all devices and accumulated micro-batches.
+        accumulation: micro-batches per step.
+        learning_rate: peak learning rate.
+        beta1: AdamW's decay rate of the first moment.
+        beta2: AdamW's decay rate of the second moment.
         epsilon: AdamW's epsilon.
-        weight_decay: AdamW's, on weight matrices.
+        weight_decay: AdamW's weight decay, on weight matrices.
         gradient_clip: largest gradient norm; 0 for none, null for the paper's rule: 1 for
             variants with a gate, none for the others.
-        skip_non_finite: steps in a row that may make no update because their loss or gradient is
-            not finite; one more stops the run, with 0 the first.
+        skip_non_finite: number of consecutive steps that may be skipped because their loss or
+            gradient is not finite; the next one stops the run (with 0, the first one).
         precision: ``bf16`` autocast, ``fp32``, or ``auto``: bf16 on a GPU, fp32 elsewhere.
         gradient_checkpointing: recompute activations in the backward pass.
         compile: run the model through torch.compile.
         fsdp: under torchrun, shard weights, gradients and optimizer states over the processes
-            (FSDP2) in place of a whole model on each (DDP).
+            (FSDP2), instead of a full model on each (DDP).
         log_every: steps between rows of metrics.jsonl.
         evaluate_every: steps between evaluations on the whole test split; a multiple of
             log_every. The last step is always evaluated.
@@ -173,9 +174,9 @@ class RunConfig:
     wandb: Annotated[bool, NEUTRAL] = False
 
     def __post_init__(self) -> None:
-        assert self.spec is not None  # an unknown variant is named here
+        assert self.spec is not None  # raises for an unknown variant
         for name, value in validated(_fields(), vars(self)).model_dump().items():
-            object.__setattr__(self, name, value)  # an integer where a float may stand is one
+            object.__setattr__(self, name, value)  # integers in float fields become floats
         for divisor, name in _DIVISORS:
             if getattr(self, name) % (getattr(self, divisor) or 1):
                 raise ValueError(
@@ -232,11 +233,11 @@ class RunConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens a step, padding included."""
+        """Tokens per step, padding included."""
         return self.batch_size * self.block_size
 
     def learning_rate_factor(self, step: int) -> float:
-        """The share of the peak rate at ``step``, counted from 0: never 0 within the run."""
+        """The fraction of the peak rate at ``step`` (counted from 0); never 0 during the run."""
         if step < self.warmup:
             return (step + 1) / (self.warmup + 1)
         return (self.horizon - step) / (self.horizon - self.warmup)
@@ -266,7 +267,7 @@ class RunConfig:
 
     @classmethod
     def preset(cls, name: str, **fields: Any) -> RunConfig:
-        """A preset by name; ``fields`` win over it."""
+        """A preset by name; ``fields`` override its values."""
         if name not in PRESETS:
             raise unknown("preset", name, PRESETS)
         return cls.from_dict({**PRESETS[name], **fields})
@@ -289,7 +290,7 @@ class RunConfig:
 
 @functools.cache
 def _fields() -> type[BaseModel]:
-    """What the values must be, from the annotations of :class:`RunConfig`."""
+    """A pydantic model of the fields, from the annotations of :class:`RunConfig`."""
     hints = {**get_type_hints(RunConfig, include_extras=True), "attention": Any}
     fields: dict[str, Any] = {name: (kind, ...) for name, kind in hints.items()}
     return create_model("RunFields", __config__=ConfigDict(strict=True), **fields)

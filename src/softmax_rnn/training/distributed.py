@@ -1,4 +1,4 @@
-"""One run on several processes: what fails together, and models sharded over them."""
+"""One run on several processes: shared failures, sharded models."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
 OTHER_FAILED = "Another process of this run failed; it reports why."
-# Process groups that were destroyed. DDP must not hold the last reference: it keeps Python's lock
-# while it joins the group's threads, and one of them may be waiting for that lock.
-_LEFT: list[Any] = []
+# References to destroyed process groups. If DDP held the last reference, it would hold the GIL
+# while it joins the group's threads, and one of these threads may be waiting for the GIL.
+_DESTROYED_GROUPS: list[Any] = []
 
 
 @contextlib.contextmanager
 def leaving_its_group() -> Iterator[None]:
-    """Leave the process group that a run joins: gloo's threads abort the interpreter at its end.
+    """Destroy the process group that a run joins: gloo's threads would abort Python at exit.
 
-    The group stays after a failed backward pass, whose communication may never end.
+    After a failed backward pass the group is kept, since its communication may never end.
     """
     joined_before = _in_a_group()
     communicating = False
@@ -33,14 +33,14 @@ def leaving_its_group() -> Iterator[None]:
         raise
     finally:
         if _in_a_group() and not joined_before and not communicating:
-            _LEFT.append(distributed.group.WORLD)
+            _DESTROYED_GROUPS.append(distributed.group.WORLD)
             distributed.destroy_process_group()
 
 
 def require_a_group() -> None:
     """Raise ``ValueError`` if the process group of an earlier run of this process was left."""
     several = int(os.environ.get("WORLD_SIZE") or 1) > 1
-    if several and _LEFT and not _in_a_group():
+    if several and _DESTROYED_GROUPS and not _in_a_group():
         raise ValueError(
             "A process started by torchrun can train once: start another torchrun for the next run."
         )
@@ -51,7 +51,7 @@ def _in_a_group() -> bool:
 
 
 def gather(accelerator: Accelerator, *values: float) -> list[list[float]]:
-    """[processes, values] the values of every process; all of them call this."""
+    """The values of every process, [processes, values]; all processes call this."""
     mine = torch.tensor([values], dtype=torch.float64, device=accelerator.device)
     gathered: list[list[float]] = accelerator.gather(mine).tolist()
     return gathered
@@ -59,11 +59,14 @@ def gather(accelerator: Accelerator, *values: float) -> list[list[float]]:
 
 @contextlib.contextmanager
 def together(accelerator: Accelerator) -> Iterator[None]:
-    """Fail in all processes if one fails (the others with ``ChildProcessError``): none waits."""
+    """If one process fails, raise in all of them: none waits for another.
+
+    The others raise ``ChildProcessError``.
+    """
     mine: Exception | None = None
     try:
         yield
-    except Exception as error:  # of any kind: the others are waiting
+    except Exception as error:  # any error: the other processes are waiting
         mine = error
     try:
         failed = any(flag for (flag,) in gather(accelerator, mine is not None))
@@ -83,7 +86,7 @@ def of_other_processes(error: Exception) -> bool:
 def shard(model: Any) -> None:
     """Shard a model's weights, gradients and optimizer states (FSDP2), a decoder layer at a time.
 
-    By torch's own function: accelerate shards on GPUs alone.
+    This uses torch's own function, since accelerate shards only on GPUs.
     """
     for layer in model.model.layers:
         fully_shard(layer)

@@ -1,4 +1,4 @@
-"""Where a run ran: versions, commit, machine."""
+"""The environment of a run: versions, commit, machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = ("softmax-rnn", "torch", "transformers", "accelerate", "tokenizers",
 
 
 def environment() -> dict[str, Any]:
-    """Versions of what matters, the commit of a source checkout, processor, memory and GPUs."""
+    """Versions of main packages, the commit of a source checkout, processor, memory and GPUs."""
     return {
         "python": platform.python_version(),
         "packages": {d.name: d.version for d in distributions() if d.name in _PACKAGES},
@@ -33,10 +33,10 @@ def environment() -> dict[str, Any]:
 
 
 def peak_memory() -> int:
-    """Peak bytes so far: the GPU allocator's where there is a GPU, else the process's."""
+    """Peak bytes so far: of the GPU allocator if there is a GPU, else of the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    # getrusage's starts at the peak of the parent process.
+    # The value of getrusage starts at the peak of the parent process.
     if found := _in_proc("self/status", r"VmHWM:\s+(\d+) kB"):
         return int(found) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
@@ -44,7 +44,7 @@ def peak_memory() -> int:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this package lies in, ``+`` if it was changed since."""
+    """The commit of the checkout with this package; ``+`` if there are uncommitted changes."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *words]

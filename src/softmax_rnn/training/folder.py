@@ -1,12 +1,12 @@
-"""The folder of one run: its files, and reading them.
+"""The folder of one run: its files and their readers.
 
 config.yaml          the resolved configuration
-environment.json     versions, commit, machine, attention in full, corpus; under `sessions` the
-                     first three of later sessions
+environment.json     versions, commit, machine, full attention spec, corpus; under `sessions` the
+                     versions, commit and machine of later sessions
 metrics.jsonl        a row for each logged step
 evaluations.jsonl    a row for each evaluation
 events.jsonl         a row for each step without update, and for each loss spike
-checkpoint-N/        complete: written under a temporary name, with hashes and the rows so far
+checkpoint-N/        a complete checkpoint, with hashes and the rows so far
 lock                 held by the process that writes here
 test_losses.npy      the loss of every test block after the last step
 summary.json         the results; only a finished run has it
@@ -29,7 +29,7 @@ import numpy as np
 import pandas as pd
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
-from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from softmax_rnn._utils.files import file_aside, sync, write_json, writing
 from softmax_rnn._utils.validation import Count, NonNegative, PositiveInt, Text, validated
@@ -112,13 +112,13 @@ class RunFolder:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Where the run ran, its attention and its corpus."""
+        """The run's environment, attention and corpus."""
         found = _read(self.environment_file, json.loads)
         return validated(dict[str, Any], found, self.environment_file)
 
     @property
     def corpus(self) -> dict[str, str]:
-        """What the run's corpus was: a line a split, with its hash."""
+        """The run's corpus: the number of tokens and the hash of each split."""
         corpus = self.environment.get("corpus")
         return corpus_identity(validated(_Corpus, corpus, f"{self.environment_file}: corpus"))
 
@@ -170,7 +170,7 @@ class RunFolder:
         self.check_same_attention()
 
     def check_same_attention(self) -> None:
-        """Raise ``ValueError`` if the variant's name meant another attention when it started."""
+        """Raise ``ValueError`` if the variant's name had another spec when the run started."""
         environment = self.environment
         if "attention" not in environment:  # written by an earlier version
             return
@@ -199,7 +199,7 @@ class RunFolder:
     def record_session(
         self, session: dict[str, Any], attention: AttentionSpec, manifest: dict[str, Any]
     ) -> None:
-        """Write where a session runs; the first one, its attention and corpus stay."""
+        """Write the environment of a session; the first one also records attention and corpus."""
         record = {**session, "attention": attention.to_dict(), "corpus": manifest}
         if self.exists:
             record = self.environment
@@ -222,14 +222,14 @@ class RunFolder:
             shutil.copyfile(self.path / name, checkpoint / name)
 
     def add_checkpoint(self, written: Path, keep: int) -> None:
-        """Move a checkpoint here, and remove all but the newest ``keep`` up to it."""
+        """Move a checkpoint here; of those up to it, remove all but the newest ``keep``."""
         new = self.path / written.name
         if new.exists():
             _discard(new)
         written.rename(new)
         sync(self.path)
-        upto = [path for path in self.checkpoints if step_of(path) <= step_of(new)]
-        for old in upto[:-keep]:
+        candidates = [path for path in self.checkpoints if step_of(path) <= step_of(new)]
+        for old in candidates[:-keep]:
             _discard(old)
 
     def rename_damaged(self, name: str) -> str:
@@ -247,7 +247,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def _discard(checkpoint: Path) -> None:
-    """Remove a checkpoint: renamed first, as removing it may be interrupted."""
+    """Remove a checkpoint; rename it first, since the removal may be interrupted."""
     temporary = checkpoint.with_name(f".{checkpoint.name}.old.parts")
     checkpoint.rename(temporary)
     shutil.rmtree(temporary)
@@ -262,7 +262,7 @@ def corpus_identity(manifest: dict[str, Any]) -> dict[str, str]:
 
 
 def differences(there: dict[str, Any], here: dict[str, Any], now: str = "now") -> str:
-    """The values in which two mappings with the same keys differ, as text; empty if in none."""
+    """The differing values of two mappings with the same keys, as text; empty if there are none."""
     return "; ".join(
         f"{key}: {there[key]!r} there, {here[key]!r} {now}"
         for key in there
@@ -278,7 +278,7 @@ def _table(path: Path, columns: Any) -> pd.DataFrame:
     ]
     names = list(columns.__annotations__)
     table = pd.DataFrame(rows, columns=names)
-    # pandas leaves a column of nulls alone, or of large integers, as Python objects.
+    # pandas stores a column of only nulls, or of large integers, as Python objects.
     return table.astype({name: float for name in names if name not in ("step", "tokens")})
 
 
@@ -292,7 +292,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def _read(path: Path, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # which does not name the file
+    except (ValueError, RecursionError) as error:  # the error does not name the file
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
@@ -302,6 +302,6 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(line)
-    except OSError as error:  # that of a full disk names no file
+    except OSError as error:  # the error of a full disk names no file
         error.filename = str(path)
         raise

@@ -43,7 +43,7 @@ from softmax_rnn.training.metrics import MetricRows
 from softmax_rnn.training.optimizer import adamw
 from softmax_rnn.training.stopping import RunStopped, StopRequest, foremost
 
-_NOT_OF_THE_DISK = (torch.OutOfMemoryError, ChildProcessError)
+_NOT_DISK_ERRORS = (torch.OutOfMemoryError, ChildProcessError)
 
 
 class NonFiniteError(ArithmeticError):
@@ -52,7 +52,7 @@ class NonFiniteError(ArithmeticError):
 
 @dataclass(eq=False, repr=False)
 class Loop:
-    """The steps of one run. All its processes run this, and decide everything together."""
+    """The steps of one run. All processes of the run execute them and decide together."""
 
     config: RunConfig
     folder: RunFolder
@@ -60,7 +60,7 @@ class Loop:
     train_rows: Rows
     test_rows: Rows
     model: SoftmaxRNNForCausalLM  # with its initial weights
-    tokenizer: PreTrainedTokenizerBase  # saved beside the weights
+    tokenizer: PreTrainedTokenizerBase  # saved with the weights
     accelerator: Accelerator  # of this process
     stop: StopRequest  # checked after every step and test batch
     step: int = field(default=0, init=False)  # the number of steps so far
@@ -82,7 +82,7 @@ class Loop:
             shard(model)
         if config.compile:
             model.compile()
-        # As a function of a batch, whose gradients are means over the processes.
+        # Computes the loss of a batch; gradients are averaged over the processes.
         self.forward: Any = model
         if processes > 1 and not self.sharded:
             self.forward = accelerator.prepare_model(model)
@@ -94,7 +94,7 @@ class Loop:
         self._overflow = ""  # the attention's error in this step
 
     def run(self, checkpoint: Path | None) -> None:
-        """Train to the end, from the start or a checkpoint; errors are those of ``train``."""
+        """Train to the end, from the start or a checkpoint; raises the errors of ``train``."""
         try:
             if checkpoint is not None:
                 self._resume(checkpoint)
@@ -116,7 +116,7 @@ class Loop:
         config, shown = self.config, ""
         evaluated = {row["step"] for row in read_rows(self.folder.evaluations_file)}
         if self._evaluation_is_due() and self.step not in evaluated:
-            self.evaluate()  # the run was stopped before it
+            self.evaluate()  # the run was stopped before this evaluation
         self.model.train()
         while self.step < config.steps:
             started = time.perf_counter()
@@ -143,7 +143,7 @@ class Loop:
                 self.model.train()
             if self.step % config.save_every == 0 or last:
                 self.save()
-        if self._tested_at != config.steps:  # evaluated by a session that was killed
+        if self._tested_at != config.steps:  # an earlier session evaluated, but was killed
             self.evaluate()
 
     def gradients(self) -> float:
@@ -173,7 +173,7 @@ class Loop:
                         ).loss
                     (loss * processes).backward()  # gradients are means over the processes
                 except OverflowError as error:
-                    if processes > 1:  # the others wait for its gradients
+                    if processes > 1:  # the other processes wait for its gradients
                         raise
                     self._overflow = f": {error}"
                     return math.nan
@@ -215,11 +215,11 @@ class Loop:
                 "--learning-rate or a --gradient-clip."
             )
         self._skipped_in_a_row += 1
-        self.optimizer.zero_grad()  # AdamW passes over parameters without a gradient
+        self.optimizer.zero_grad()  # AdamW skips parameters without a gradient
         if self.accelerator.is_main_process:
             event = {"step": step, "event": "non_finite", "what": what, "value": str(value)}
             append_row(self.folder.events_file, event)
-            notice(f"{message}: it makes no update.")
+            notice(f"{message}; the update is skipped.")
 
     def _log(self, rate: float, norm: float) -> str:
         """Write a row of metrics; return its loss for the progress bar."""
@@ -234,14 +234,14 @@ class Loop:
         """The mean loss over all predicted tokens of the test split, and of each of its rows."""
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         count = len(self.test_rows)
-        size = min(2 * self.share, -(-count // processes))  # twice: there are no gradients
+        size = min(2 * self.share, -(-count // processes))  # twice as many: no gradients
         losses = torch.zeros(2, count, dtype=torch.float64, device=self.accelerator.device)
         self.model.eval()
         for start in range(0, count, size * processes):
             if stopped := self.stop_request():
                 self._stop(stopped)
             places = range(start + rank * size, start + (rank + 1) * size)
-            # A sharded model needs every process at every batch: the last rows may come twice.
+            # A sharded model needs every process for every batch, so the last row may be repeated.
             found = self.test_batch([min(place, count - 1) for place in places])
             mine = [place for place in places if place < count]
             losses[:, mine] = found[:, : len(mine)]
@@ -260,7 +260,7 @@ class Loop:
 
     @torch.no_grad()
     def test_batch(self, places: Sequence[int]) -> Tensor:
-        """[2, rows] the sum of the losses of these test rows, and their predicted tokens."""
+        """The sum of the losses of these test rows, and their predicted tokens; [2, rows]."""
         batch = self._batch([self.test_rows[place] for place in places])
         labels = batch.pop("labels")[:, 1:]
         with self._autocast():
@@ -271,12 +271,12 @@ class Loop:
     def save(self) -> None:
         """Write a checkpoint under a temporary name, with hashes, and rename it."""
         config, accelerator, name = self.config, self.accelerator, f"checkpoint-{self.step}"
-        parts = self.folder.path / f".{name}.parts"  # of all processes
+        parts = self.folder.path / f".{name}.parts"  # shared by all processes
         written = parts / name
         weights = not self.sharded or self.step == config.steps
         try:
             with together(accelerator):
-                self.corpus.check_unchanged()  # else this was learned from other text
+                self.corpus.check_unchanged()  # else the model was trained on other text
                 written.mkdir(parents=True, exist_ok=True)
             if self.sharded:
                 self.model.reshard()  # an evaluation leaves what is outside the layers gathered
@@ -305,7 +305,7 @@ class Loop:
                     seal(written)
                     self.folder.add_checkpoint(written, config.keep_checkpoints)
         except (OSError, SafetensorError, RuntimeError) as error:
-            if isinstance(error, _NOT_OF_THE_DISK) or of_other_processes(error):
+            if isinstance(error, _NOT_DISK_ERRORS) or of_other_processes(error):
                 raise
             free = shutil.disk_usage(self.folder.path).free / 2**20
             raise CheckpointError(
@@ -337,8 +337,8 @@ class Loop:
     def _stop(self, code: int) -> None:
         if self._saved_at != self.step:
             self.save()
-        code = foremost((code, self.stop.code))  # another may have arrived meanwhile
-        raise RunStopped(code, f"after step {self.step}, which checkpoint-{self.step} holds")
+        code = foremost((code, self.stop.code))  # another signal may have arrived since
+        raise RunStopped(code, f"after step {self.step}, saved in checkpoint-{self.step}")
 
     def _batch(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         device = self.accelerator.device

@@ -1,4 +1,4 @@
-"""Float32 matrix products on CPUs for which MKL lacks its widest kernels."""
+"""Float32 matrix products on CPUs on which MKL does not use its widest kernels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from softmax_rnn.training.environment import processor
 
 @contextmanager
 def widest_float32_products() -> Iterator[bool]:
-    """Multiply with oneDNN where only the speed changes; yields whether it does.
+    """Multiply with oneDNN if this changes only the speed; yields whether oneDNN is used.
 
-    PyTorch gives float32 products to MKL, which on an AMD CPU runs AVX2 kernels even where there is
-    AVX-512 (of a Zen 5 core: 116 against 250 GFLOP/s). The switch to oneDNN also *allows* bfloat16
-    inside, which oneDNN uses with AMX tiles only. So nothing is switched where there are any, and
-    the switch is undone if a test product has lost digits.
+    PyTorch computes float32 products with MKL. On an AMD CPU with AVX-512, MKL still runs AVX2
+    kernels (on a Zen 5 core: 116 instead of 250 GFLOP/s). The switch to oneDNN also *allows*
+    bfloat16 internally, which oneDNN uses only with AMX tiles. So the switch is not made on CPUs
+    with AMX tiles, and it is undone if a test product loses digits.
     """
     products: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = products.fp32_precision

@@ -14,8 +14,8 @@ from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder, append_row, read_rows
 
 _WINDOW = 15  # rows of the recent past
-_LEAST = 0.2  # nats
-_SEEN = _WINDOW + 2  # rows that decide on the last one
+_MIN_RISE = 0.2  # nats
+_NEEDED_ROWS = _WINDOW + 2  # to decide whether the last row starts a spike
 
 
 @dataclass
@@ -24,14 +24,14 @@ class MetricRows:
 
     config: RunConfig
     folder: RunFolder
-    tokens_between: Callable[[int, int], int]  # in training rows from one position to another
+    tokens_between: Callable[[int, int], int]  # in training rows between two positions
     seconds: float = 0.0  # time of the steps since the last row
     steps: int = 0  # their number
 
     def __post_init__(self) -> None:
         self._position = self._tokens = 0  # rows and tokens, up to the last step counted
         rows = read_rows(self.folder.metrics_file)
-        self._losses = [row["loss"] for row in rows if row["loss"] is not None][-_SEEN:]
+        self._losses = [row["loss"] for row in rows if row["loss"] is not None][-_NEEDED_ROWS:]
 
     def tokens(self, step: int) -> int:
         """Tokens of the first ``step`` steps, padding not counted."""
@@ -58,14 +58,14 @@ class MetricRows:
             self._look_for_a_spike(step, loss)
 
     def add_evaluation(self, step: int, test_loss: float) -> None:
-        """Write the row of an evaluation, unless a session that was killed has written it."""
+        """Write the row of an evaluation, unless an earlier, killed session has written it."""
         rows = read_rows(self.folder.evaluations_file)
         if not rows or rows[-1]["step"] < step:
             row = {"step": step, "tokens": self.tokens(step), "test_loss": test_loss}
             append_row(self.folder.evaluations_file, row)
 
     def _look_for_a_spike(self, step: int, loss: float) -> None:
-        self._losses = [*self._losses, loss][-_SEEN:]
+        self._losses = [*self._losses, loss][-_NEEDED_ROWS:]
         if not spike_starts(pd.Series(self._losses)).iloc[-1]:
             return
         usual = float(pd.Series(self._losses[:-1]).median())
@@ -79,18 +79,19 @@ def _or_none(value: float) -> float | None:
 
 
 def spike_starts(losses: pd.Series[float]) -> pd.Series[bool]:
-    """Where a training loss leaps above its recent past.
+    """The rows in which the training loss jumps above its recent values.
 
     A row starts a spike if it exceeds the median of the 15 rows before it by five of their median
-    absolute deviations (as standard deviations) and by 0.2 nats, and the row before it does not.
+    absolute deviations (scaled to standard deviations) and by 0.2 nats, and the row before it does
+    not.
     """
     before = losses.shift(1).rolling(_WINDOW)
     median = before.median()
     spread = 1.4826 * before.apply(lambda rows: np.median(np.abs(rows - np.median(rows))), raw=True)
-    above = losses - median > np.maximum(5 * spread, _LEAST)
+    above = losses - median > np.maximum(5 * spread, _MIN_RISE)
     return above & ~above.shift(1, fill_value=False)
 
 
 def loss_spikes(losses: pd.Series[float]) -> int:
-    """How often; see :func:`spike_starts`. Rows without a loss are left out."""
+    """The number of spikes (see :func:`spike_starts`). Rows without a loss are left out."""
     return int(spike_starts(losses.dropna()).sum())

@@ -41,7 +41,7 @@ from softmax_rnn.training.stopping import RunStopped, StopRequest
 
 
 def load_corpus(config: RunConfig, *, workers: int | None = None) -> PreparedCorpus:
-    """The run's corpus, tokenised by ``workers`` threads (one per core) unless it is cached."""
+    """The run's corpus, from the cache or tokenised by ``workers`` threads (one per core)."""
     with progress_bar(f"Tokenising {config.corpus}") as progress:
         return prepare(
             config.corpus,
@@ -60,7 +60,7 @@ def load_blocks(config: RunConfig) -> tuple[PreparedCorpus, Rows, Rows]:
     for tracker in config.trackers:
         if find_spec(tracker) is None:
             raise ValueError(
-                f"--{tracker} needs a package of its own: pip install 'softmax-rnn[{tracker}]'."
+                f"--{tracker} needs an additional package: pip install 'softmax-rnn[{tracker}]'."
             )
     corpus = load_corpus(config)
     corpus.check_unchanged()
@@ -102,7 +102,7 @@ def train(
     """Run ``config`` in the folder ``path``, or resume it.
 
     SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 stop the run after its current step, with a
-    checkpoint; the second of the first three ends the process at once.
+    checkpoint. A second SIGTERM, SIGINT or SIGHUP ends the process at once.
 
     Args:
         config: what to run.
@@ -111,14 +111,14 @@ def train(
         stop_after: seconds after which to stop as by a signal; None for no limit.
 
     Returns:
-        The folder, with its results. A finished run is not run again.
+        The folder, with its results. A finished run is not repeated.
 
     Raises:
-        ValueError: if the folder holds another run or one on other text, or an unfinished one and
-            ``resume`` is off; if another process runs there, or nothing can be written there; if
-            the prepared corpus is damaged.
+        ValueError: if the folder contains another run, a run on other text, or (unless ``resume``)
+            an unfinished run; if another process uses the folder, or it is not writable; if the
+            prepared corpus is damaged.
         RunStopped: if a signal or the time stopped the run; it can be resumed.
-        NonFiniteError: if the loss or its gradient is not finite, and may not be skipped.
+        NonFiniteError: if the loss or its gradient is not finite, and the step may not be skipped.
         CheckpointError: if a checkpoint cannot be written, or all of them are damaged.
         ChildProcessError: if another process of the run failed.
     """
@@ -135,7 +135,7 @@ def train(
         )
         initialize(model, config.seed)
         transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()  # one a checkpoint, over the run's own
+        transformers_logging.disable_progress_bar()  # it would cover the run's own bar
         make_writable(folder.path)
         require_a_group()
         accelerator = Accelerator(
@@ -154,7 +154,7 @@ def train(
                 "--nproc-per-node N -m softmax_rnn train."
             )
         with ExitStack() as until_done:
-            stop.defer()  # processes wait for each other from here on: they stop together
+            stop.defer()  # from here on, processes wait for each other: they must stop together
             checkpoint = _start(loop, resume, until_done)
             if code := loop.stop_request():
                 raise RunStopped(code)
@@ -195,7 +195,7 @@ def _tracking(accelerator: Accelerator, config: RunConfig, path: Path) -> Iterat
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
-    """The settings as TensorBoard takes them: no mapping, no null."""
+    """The settings without mappings and nulls, which TensorBoard does not accept."""
     plain = (int, float, str, bool)
     return {k: v if isinstance(v, plain) else str(v) for k, v in config.to_dict().items()}
 
@@ -213,7 +213,7 @@ def _start(loop: Loop, resume: bool, until_done: ExitStack) -> Path | None:
 def _make_ready(loop: Loop, resume: bool) -> Path | None:
     """Restore the folder to its newest intact checkpoint, if any; return it."""
     folder = loop.folder
-    _check(folder, loop.config, resume)  # again: the folder is ours only now
+    _check(folder, loop.config, resume)  # again: this process holds the lock only now
     remove_leftovers(folder.path)
     found, skipped = newest_whole(folder.checkpoints)
     if found is not None:
@@ -231,7 +231,7 @@ def _make_ready(loop: Loop, resume: bool) -> Path | None:
 
 def _finish(loop: Loop, folder: RunFolder) -> None:
     metrics, config = folder.metrics, folder.config
-    own = metrics.tokens.diff().fillna(metrics.tokens)  # a row's: the last may hold fewer
+    own = metrics.tokens.diff().fillna(metrics.tokens)  # tokens per row; the last may have fewer
     updates = metrics.loss.notna()
     if not updates.any():
         raise NonFiniteError(f"None of the {config.steps} steps made an update.")
@@ -252,6 +252,6 @@ def _finish(loop: Loop, folder: RunFolder) -> None:
             "skipped_steps": sum(row["event"] == "non_finite" for row in folder.events),
             "loss_spikes": loss_spikes(metrics.loss),
             "peak_memory_bytes": peak_memory(),
-            "seconds": float((own / metrics.tokens_per_second).sum()),  # of all sessions' steps
+            "seconds": float((own / metrics.tokens_per_second).sum()),  # steps of all sessions
         },
     )

@@ -11,27 +11,27 @@ from types import FrameType
 from typing import Any, ClassVar, Self
 
 _URGENT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_ANNOUNCING = (signal.SIGUSR1, signal.SIGUSR2)  # by Slurm and submitit, before the end
-# By rising priority: after an announcement the job is to be resumed.
+_ANNOUNCING = (signal.SIGUSR1, signal.SIGUSR2)  # sent by Slurm and submitit before the time limit
+# In order of increasing priority: after an announcement, the job should be requeued.
 _ORDER = (0, *_URGENT, signal.SIGALRM, *_ANNOUNCING)
-_AGAIN = (
-    2.0  # seconds; sooner it is the same request, sent by a scheduler and passed on by a parent
-)
+# Seconds. Within this time, a second signal is the same request: a scheduler sends a signal to the
+# process, and a parent process forwards its own.
+_AGAIN = 2.0
 _LONGEST = 10_000 * 86400  # seconds
 _UNITS = (86400, 3600, 60, 1)
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
 
 
 class RunStopped(BaseException):
-    """A run was stopped and can be resumed. Not an ``Exception``, which readers catch.
+    """A run was stopped and can be resumed. Not an ``Exception``: readers catch those.
 
     Args:
-        code: the signal's number; 0 if it was sent to others.
-        where: at which step; empty if the run had not begun.
+        code: the signal's number; 0 if only other processes received it.
+        where: the step at which it stopped; empty if training had not started.
     """
 
     def __init__(self, code: int, where: str = "") -> None:
-        names = {0: "", signal.SIGALRM: " by the end of its time"}
+        names = {0: "", signal.SIGALRM: " by its time limit"}
         name = names[code] if code in names else f" by {signal.Signals(code).name}"
         super().__init__(f"Stopped{name} {where}".rstrip())
         self.code = code
@@ -40,7 +40,7 @@ class RunStopped(BaseException):
 class StopRequest:
     """Handles signals within a block: the first one is a request to stop.
 
-    It raises :class:`RunStopped` at once, until :meth:`defer`; from then on it only sets
+    Before :meth:`defer`, it raises :class:`RunStopped` at once; afterwards, it only sets
     :attr:`code`. The second SIGTERM, SIGINT or SIGHUP ends the process. Signals that were ignored
     stay ignored (``nohup``).
 
@@ -48,14 +48,14 @@ class StopRequest:
         after: seconds after which to stop as by a signal; None for no limit.
 
     Attributes:
-        ends_process: whether a stop ends the process. Then signals are handled to its very end:
-            the same request may be sent twice.
+        ends_process: whether a stop ends the process. Then signals are handled until the process
+            exits, since the same request may be sent twice.
         code: the number of the received signal, the :func:`foremost` of several; SIGALRM's after
             the time limit; 0 before.
         at_once: called when the second signal ends the process.
 
     Raises:
-        ValueError: for a time limit outside the main thread, where no signal arrives.
+        ValueError: for a time limit outside the main thread, which receives no signals.
     """
 
     ends_process: ClassVar[bool] = False
@@ -87,11 +87,11 @@ class StopRequest:
         if not (self.ends_process and isinstance(error, RunStopped)):
             for number, handler in self._before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if isinstance(error, RunStopped):  # another signal may have arrived meanwhile
+        if isinstance(error, RunStopped):  # another signal may have arrived since
             error.code = foremost((error.code, self.code))
 
     def defer(self) -> None:
-        """From now on only note a stop request, as :attr:`code`."""
+        """From now on, only record stop requests in :attr:`code`."""
         self._deferred = True
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -110,7 +110,7 @@ class StopRequest:
 def foremost(codes: Iterable[int]) -> int:
     """The signal with the highest priority; 0 is none.
 
-    A scheduler that ends a job early may send SIGTERM first: its own signal still counts.
+    A scheduler that ends a job early may send SIGTERM first; its own signal then has priority.
     """
     return max(codes, key=_ORDER.index)
 
@@ -119,7 +119,7 @@ def seconds(duration: str) -> float:
     """The seconds of a duration such as ``1h50m``, ``2d`` or ``90s``.
 
     Raises:
-        ValueError: for anything else, for zero, and for more than a timer takes.
+        ValueError: for anything else, for zero, and for more than a timer accepts.
     """
     match = _DURATION.fullmatch(duration)
     numbers = match.groups("0") if match else ()

@@ -152,7 +152,7 @@ def test_what_the_kernels_of_a_gpu_refuse(
         assert [str(w.message) for w in caught] == [
             f"form='fused' cannot compute {reason}: {form!r} is used instead."
         ]
-        with pytest.raises(ValueError, match=f"cannot compute {reason} on cuda; those that can"):
+        with pytest.raises(ValueError, match=f"cannot compute {reason} on cuda; forms that can"):
             chosen(detached, "fused")
     else:
         assert (form, caught) == ("fused", [])

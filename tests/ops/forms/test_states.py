@@ -218,7 +218,7 @@ def state_for(spec: sr.AttentionSpec | str = "taylor:2", **sizes: int) -> sr.Sta
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"state": lambda: state_for("taylor:3")}, "made by another spec"),
+        ({"state": lambda: state_for("taylor:3")}, "belongs to another spec"),
         ({"state": lambda: state_for(width=4)}, r"must have shape \[1, 2, 4, 10\]"),
         ({"state": lambda: state_for(batch=2)}, r"not \[2, 2, 4, 10\]"),
         ({"state": lambda: {"sums": 1}}, "must be a softmax_rnn.State, not dict"),
@@ -226,7 +226,7 @@ def state_for(spec: sr.AttentionSpec | str = "taylor:2", **sizes: int) -> sr.Sta
         ({"spec": "softmax", "state": lambda: None}, r"order=\d+ is within 0.001 of exp"),
         ({"spec": "softmax", "form": "chunked", "return_state": False}, "no finite state"),
         ({"spec": "length", "state": lambda: None}, "clamped score"),
-        ({"form": "blocked"}, "with a state on cpu; those that can: chunked, recurrent"),
+        ({"form": "blocked"}, "with a state on cpu; forms that can: chunked, recurrent"),
         ({"mask": torch.ones(4, 4, dtype=torch.bool)}, r"\[B, 1, 1, S\], not \[1, 1, 4, 4\]"),
     ],
 )
@@ -272,14 +272,14 @@ def test_nan_is_reported_with_the_token() -> None:
     _, state = sr.attention(q, k, v, "taylor:2", return_state=True)
     bad = v.clone()
     bad[0, 1, 6] = torch.nan
-    with pytest.raises(FloatingPointError, match="The value of token 16 holds NaN"):
+    with pytest.raises(FloatingPointError, match="The value of token 16 contains NaN"):
         sr.attention(q, k, bad, "taylor:2", state=state, return_state=True)
     long = k.clone()
     long[0, 0, 3] = 1e30
     with pytest.raises(OverflowError, match=r"state overflows torch.float32 .* of token 13"):
         sr.attention(q, long, v, "taylor:2", state=state, return_state=True)
     poisoned = dataclasses.replace(state, sums=state.sums * torch.nan)
-    with pytest.raises(FloatingPointError, match="state given holds NaN or infinity, after 10"):
+    with pytest.raises(FloatingPointError, match="given state contains NaN or infinity, after 10"):
         sr.attention(q, k, v, "taylor:2", state=poisoned, return_state=True)
 
 

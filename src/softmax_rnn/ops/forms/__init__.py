@@ -1,5 +1,6 @@
-"""The forms: ways to compute an attention, with one signature and one result.
+"""The forms: ways to compute an attention, with the same signature and the same result.
 
-Every form turns feature-mapped queries and keys and (gated) values into :class:`RowSums`. The forms
-agree to rounding, and each is held to ``reference.attention``; ``dispatch.py`` chooses.
+Every form computes :class:`RowSums` from feature-mapped queries and keys and (gated) values. The
+forms agree up to rounding errors. Tests compare each form with ``reference.attention``;
+``dispatch.py`` chooses a form.
 """

@@ -1,7 +1,8 @@
-"""Any series, memory linear in the length: blocks of queries against their visible keys.
+"""The blocked form, for any series: blocks of queries with their visible keys.
 
-The sums of equations 1 to 6 (``reference.attention``), for every spec. The backward pass recomputes
-the scores; only q, k, v and the row maxima are saved.
+It computes the sums of equations 1 to 6 (``reference.attention``) for every spec. Memory is linear
+in the length: the backward pass recomputes the scores, and only q, k, v and the row maxima are
+saved.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, without_autoc
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec
 
-BLOCK = 128  # queries of a block
-# Scores of one step, in elements: on a CPU they should fit its cache.
+BLOCK = 128  # queries per block
+# Scores computed in one step, in elements. On a CPU they should fit its cache.
 _CPU_SCORES, _GPU_SCORES = 2**21, 2**27
 
 
 def blocked(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, causal: bool, mask: Tensor | None
 ) -> RowSums:
-    """As :func:`softmax_rnn.ops.forms.dense.dense`, without the T x S weights."""
+    """As :func:`softmax_rnn.ops.forms.dense.dense`, without storing the T x S weights."""
     numerator, weight_sum, log_scale = _BlockedSums.apply(*first_order(q, k, v), mask, spec, causal)
     return RowSums(numerator, weight_sum, log_scale if spec.shifted else None)
 
 
 class _Step(NamedTuple):
-    """Rows ``start:stop`` of the key/value heads ``heads`` against the first ``keys`` keys."""
+    """Query rows ``start:stop`` of the key/value heads ``heads``, and the first ``keys`` keys."""
 
     heads: slice
     start: int
@@ -41,12 +42,12 @@ class _Step(NamedTuple):
 
     @property
     def rows(self) -> tuple[slice, ...]:
-        """Their index in [B*Hkv, G, T]."""
+        """The index of the query rows in [B*Hkv, G, T]."""
         return self.heads, slice(None), slice(self.start, self.stop)
 
 
 class _Blocks:
-    """q, k, v as [B*Hkv, G, T, D], [B*Hkv, S, D], [B*Hkv, S, E], and the walk over their blocks."""
+    """q, k, v as [B*Hkv, G, T, D], [B*Hkv, S, D], [B*Hkv, S, E], and the loop over their blocks."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any) -> None:
         self.spec, self.causal = options
@@ -63,7 +64,7 @@ class _Blocks:
         self.future = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q.device).triu(1)
 
     def grouped(self, x: Tensor) -> Tensor:
-        """[B, H, T, D] -> [B*Hkv, G, T, D]: the query heads of one key head side by side."""
+        """[B, H, T, D] -> [B*Hkv, G, T, D]: the query heads of one key head are adjacent."""
         return x.unflatten(1, (-1, self.groups)).flatten(0, 1)
 
     def __iter__(self) -> Iterator[_Step]:
@@ -96,7 +97,7 @@ class _Blocks:
         return weights
 
     def block_mask(self, mask: Tensor, step: _Step) -> Tensor:
-        """The part of the mask that a step sees, broadcastable to [heads, G, rows, keys]."""
+        """The part of the mask for one step, broadcastable to [heads, G, rows, keys]."""
         if mask.shape[-2] > 1:
             mask = mask[..., step.start : step.stop, :]
         if mask.shape[-1] > 1:
@@ -106,7 +107,7 @@ class _Blocks:
 
 
 class _BlockedSums(torch.autograd.Function):
-    """(q, k, v) -> (numerator, weight sum, row maximum), the last one a constant."""
+    """(q, k, v) -> (numerator, weight sum, row maximum); the maximum has no gradient."""
 
     @staticmethod
     def forward(
@@ -164,7 +165,7 @@ class _BlockedSums(torch.autograd.Function):
             if spec.shifted:
                 scores.sub_(blocks.rows(maximum.unsqueeze(-1), step))
             weights = blocks.hide(series(scores), step, 0.0)
-            # The slope of exp is exp itself.
+            # The derivative of exp is exp itself.
             slopes = weights if slope is series else blocks.hide(slope(scores), step, 0.0)
             # d loss / d weight = grad . v + grad_sum
             out = blocks.rows(grad, step)

@@ -1,8 +1,8 @@
-"""The chunked form's work on one chunk: functions of tensors, compiled where that pays.
+"""One chunk of the chunked form: functions of tensors, compiled on a GPU.
 
-A step of section 3.1's recurrence, all powers stacked: ``reference.power_rnn``. A token is a
-column, with the query heads of a key head side by side: queries [N, D, G * L], keys [N, D, L],
-value channels [N, C, L] and sums [N, C, G * L]; a state is [N, C, rows].
+They compute one step of section 3.1's recurrence (``reference.power_rnn``) for all powers together.
+Each token is a column; the query heads of one key head are adjacent. Shapes: queries
+[N, D, G * L], keys [N, D, L], value channels [N, C, L], sums [N, C, G * L], state [N, C, rows].
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from softmax_rnn.ops.monomials import (
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec
 
-# Device types on which steps are compiled: a GPU spends most of the time on so many launches. On a
-# CPU a compiled step takes 0.5 to 1.9 times as long as an eager one.
+# Device types on which steps are compiled. On a GPU, the many kernel launches take most of the
+# time. On a CPU, a compiled step takes 0.5 to 1.9 times as long as an eager one.
 COMPILED = {"cuda"} if importlib.util.find_spec("triton") else set()
 BACKEND = "inductor"
 
-# The errors of many products add up to a few units in the last place.
+# The rounding errors of many products add up to a few units in the last place.
 _ROUNDING = 4.0
 
-Keys = tuple[Tensor, Tensor]  # and their value channels
+Keys = tuple[Tensor, Tensor]  # keys and their value channels
 
 
 class Tables(NamedTuple):
-    """What the chunks of a call share."""
+    """Constants that all chunks of a call share."""
 
     series: PowerSeries
     slope: PowerSeries
@@ -65,7 +65,7 @@ def make_tables(
     device: torch.device,
     compiled: bool,
 ) -> Tables:
-    """The tables of a spec, for keys of a width in chunks of a length."""
+    """The tables of a spec, for a key width and a chunk length."""
     series, (first, degree) = PowerSeries.from_spec(spec), degrees(spec)
     assert series.coefficients is not None
     with torch.inference_mode(False):
@@ -86,8 +86,8 @@ def make_tables(
 
 @functools.cache
 def compiled(step: Callable[..., Any], backend: str, _: Hashable) -> Callable[..., Any]:
-    """A step compiled for inputs of one kind; the last argument is the kind."""
-    # PyTorch keeps at most 8 compilations of a code object: each kind has its own copy.
+    """The step, compiled for one kind of inputs; the last argument identifies the kind."""
+    # PyTorch keeps at most 8 compilations per code object, so each kind gets a copy of the code.
     code = step.__code__.replace(co_name=f"chunked_{step.__name__}")
     own = FunctionType(code, step.__globals__)
     return torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
@@ -101,10 +101,10 @@ def forward(
     new_state: Tensor | None,
     noisy: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The sums of queries over a state and the keys of their own chunk, and the sums' noise.
+    """The sums of queries over a state and over the keys of their own chunk, and the noise.
 
-    The state after the keys is written to ``new_state``, if that is given. ``noisy``: whether the
-    last channel is a sum of weights whose terms can cancel.
+    If ``new_state`` is given, the state after the keys is written to it. ``noisy`` is whether the
+    last channel is a sum of weights whose terms can cancel; the noise is its rounding error.
     """
     reads = [] if q is None or state is None else [q]
     adds = [] if keys is None or new_state is None else [keys[0]]
@@ -114,14 +114,16 @@ def forward(
         k, v = keys
         sums = v @ _hide_future(tables, tables.series(k.mT @ q))
     if q is not None and state is not None:
-        if len(tables.future) == 1:  # one token has fewer features than the state has numbers
+        if len(tables.future) == 1:  # one token: features are smaller than the state
             sums = _plus(sums, state, tables.weights.unsqueeze(-1) * features[0])
         else:
             sums = _plus(sums, tables.weights * state, features[0])
         if noisy:
             noise = _noise_bound(tables, q, state)
             if tables.gathers is None:  # a compiled step cannot branch on values
-                noise = _tightened(noise, sums[:, -1], tables.weights * state[:, -1], features[0])
+                noise = _tighter_noise(
+                    noise, sums[:, -1], tables.weights * state[:, -1], features[0]
+                )
     if keys is not None and new_state is not None:
         added = keys[1], features[-1].mT
         if state is None:
@@ -138,15 +140,16 @@ def backward(
     state: Tensor | None,
     dnew_state: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of queries, keys, value channels and the state before.
+    """The gradients of queries, keys, value channels and the state before the chunk.
 
-    ``queries`` come with the gradient of their sums; ``dnew_state`` is that of the state after.
+    ``queries`` is a pair: the queries and the gradient of their sums. ``dnew_state`` is the
+    gradient of the state after the chunk.
     """
     reads = [] if queries is None or state is None else [queries[0]]
     adds = [] if keys is None or dnew_state is None else [keys[0]]
     dq = dk = dv = dstate = None
     if reads or adds:
-        every, features = _features(tables, reads + adds)
+        all_features, features = _features(tables, reads + adds)
     dfeatures = []
     if queries is not None and state is not None:
         dfeatures.append((tables.weights * state).mT @ queries[1])
@@ -156,7 +159,7 @@ def backward(
         dfeatures.append(dnew_state.mT @ keys[1])
         dv = dnew_state @ features[-1]
     if dfeatures:
-        dcolumns = _columns_grad(tables, reads + adds, every, dfeatures)
+        dcolumns = _columns_grad(tables, reads + adds, all_features, dfeatures)
         dq = dcolumns[0] if reads else None
         dk = dcolumns[-1] if adds else None
     if queries is not None and keys is not None:
@@ -171,11 +174,12 @@ def backward(
 def _noise_bound(tables: Tables, q: Tensor, state: Tensor) -> Tensor:
     """The rounding error of a weight sum read from a state: [N, G * L] of queries [N, D, G * L].
 
-    The products with the monomials can cancel to a small sum of ``w(q . k)``; their rounding error
-    is relative to their size. For each power that is at most ``|q|^n`` times the norm of the
-    state's monomials of that degree (Cauchy-Schwarz), for any lengths of keys and queries.
+    Products of monomials can cancel, so that the sum of ``w(q . k)`` is small. The rounding error
+    is proportional to the size of these products. For each power, this size is at most ``|q|^n``
+    times the norm of the state's monomials of that degree (Cauchy-Schwarz), for keys and queries of
+    any length.
     """
-    # Squares of high powers overflow float32; a device without float64 has to use it.
+    # Squares of high powers overflow float32, but MPS devices have no float64.
     wide = q.dtype if q.device.type == "mps" else torch.float64
     squares = state[:, -1].to(wide).square() * tables.weights
     norms = [part.sum(1, keepdim=True).sqrt() for part in squares.split(tables.sizes, dim=1)]
@@ -188,8 +192,8 @@ def _noise_bound(tables: Tables, q: Tensor, state: Tensor) -> Tensor:
     return (_ROUNDING * torch.finfo(q.dtype).eps * noise).to(q.dtype)
 
 
-def _tightened(noise: Tensor, weight_sum: Tensor, row: Tensor, features: Tensor) -> Tensor:
-    """The noise [N, L], from the products themselves where a sum is below their bound.
+def _tighter_noise(noise: Tensor, weight_sum: Tensor, row: Tensor, features: Tensor) -> Tensor:
+    """The noise [N, L]; computed from the products themselves if a sum is below its bound.
 
     ``row`` [N, rows] is the weighted state of the weight sum, ``features`` the queries' monomials.
     """
@@ -202,19 +206,19 @@ def _tightened(noise: Tensor, weight_sum: Tensor, row: Tensor, features: Tensor)
 
 
 def _features(tables: Tables, columns: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """All monomials of the columns, built together, and for each those with state rows."""
-    every = monomials(_joined(columns), tables.degree, tables.gathers)
-    return every, every[:, tables.unused :].split([x.shape[2] for x in columns], dim=2)
+    """All monomials of the joined columns; for each tensor of columns, those kept in the state."""
+    features = monomials(_joined(columns), tables.degree, tables.gathers)
+    return features, features[:, tables.unused :].split([x.shape[2] for x in columns], dim=2)
 
 
 def _columns_grad(
-    tables: Tables, columns: list[Tensor], every: Tensor, grads: list[Tensor]
+    tables: Tables, columns: list[Tensor], all_features: Tensor, grads: list[Tensor]
 ) -> tuple[Tensor, ...]:
-    """The gradients of columns, given those of their monomials with state rows."""
+    """The gradients of columns, from the gradients of their monomials kept in the state."""
     grad = _joined(grads)
     if tables.unused:
         grad = torch.cat([grad.new_zeros(len(grad), tables.unused, grad.shape[2]), grad], dim=1)
-    joined = monomials_backward(_joined(columns), tables.degree, every, grad, tables.gathers)
+    joined = monomials_backward(_joined(columns), tables.degree, all_features, grad, tables.gathers)
     return joined.split([x.shape[2] for x in columns], dim=2)
 
 

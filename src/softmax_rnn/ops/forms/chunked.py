@@ -1,13 +1,14 @@
-"""A finite series in time linear in the length: states between chunks, scores within them.
+"""The chunked form, for a finite series: a state between chunks, scores within chunks.
 
-Computes section 3.1's recurrence (``reference.power_rnn``), all powers stacked in one state, a
-chunk of tokens at a time. The monomials of a chunk's keys times its values are added to the state.
-The monomials of a chunk's queries read the state of all earlier keys; the keys of their own chunk
-count by their scores. The sum of weights is one more value channel, of ones. The backward pass
-walks the chunks in reverse and recomputes their monomials; it keeps one state a chunk.
+It computes section 3.1's recurrence (``reference.power_rnn``), one chunk of tokens at a time, with
+all powers stacked in one state. Time is linear in the length. The monomials of a chunk's keys times
+its values are added to the state. The monomials of a chunk's queries are multiplied by the state of
+all earlier keys; keys of the same chunk are weighted by their scores. The weight sum is an
+additional value channel of ones. The backward pass processes the chunks in reverse order and
+recomputes their monomials; it needs one stored state per chunk.
 
-Both passes are PyTorch operators: a compiled model calls them without a graph break, whatever the
-number of chunks. The work on one chunk is in ``chunk_step``.
+Both passes are PyTorch operators: a compiled model calls them without a graph break, for any number
+of chunks. ``chunk_step`` computes one chunk.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ def chunked(
     keep_state: bool = False,
     chunk: int | None = None,
 ) -> RowSums:
-    """As :func:`softmax_rnn.ops.forms.dense.dense`, after the keys summed up in ``state``.
+    """As :func:`softmax_rnn.ops.forms.dense.dense`, with the earlier keys summed in ``state``.
 
-    The mask is per key, broadcastable to [B, Hkv, 1, S]; the state holds sums over earlier keys,
-    [B, Hkv, E + 1, rows], or E without a row sum. ``keep_state`` asks for the state after the last
-    key, and ``chunk`` is the tokens of a chunk, by default as many as are fastest. Chunks of one
-    token are the recurrence as it is written.
+    The mask is per key, broadcastable to [B, Hkv, 1, S]. The state holds sums over earlier keys:
+    [B, Hkv, E + 1, rows], or E without a row sum. ``keep_state`` requests the state after the last
+    key. ``chunk`` is the number of tokens per chunk, by default the fastest; 1 is the plain
+    recurrence.
     """
     qs, ks, vs, state = first_order(*_to_columns(q, k, v, spec, mask, state, keep_state))
     inputs = (qs, ks, vs) if state is None else (qs, ks, vs, state)
@@ -54,7 +55,7 @@ def chunked(
     chunk = chunk or chunk_length(sizes_of(spec, q, k, v, causal))
     noisy = spec.row_sum is not None and spec.terms_can_cancel
     plan = _Plan(spec.series, degrees(spec)[1], noisy, causal, chunk, keep_state, differentiable)
-    # As an operator only where it has to be one: a call of it costs much of a step of one token.
+    # The operator is used only where it is needed: its overhead is large for a single token.
     compute = _sums if differentiable or no_data(q) else _compute_sums
     sums, last_state, noise, _ = compute(qs, ks, vs, state, *plan)
     last = last_state if keep_state else None
@@ -80,22 +81,23 @@ def _to_columns(
     if spec.row_sum is not None:
         channels = torch.cat([channels, channels.new_ones(*v.shape[:2], 1, v.shape[2])], dim=2)
     keys = k.to(dtype).mT
-    if mask is not None:  # a factor of zero would keep a hidden NaN
+    if mask is not None:  # not multiplied by 0: a hidden NaN would stay NaN
         channels, keys = channels.masked_fill(~mask, 0.0), keys.masked_fill(~mask, 0.0)
     queries = q.to(dtype).unflatten(1, (k.shape[1], -1)).movedim(-1, 2)
     queries = queries.flatten(0, 1) * spec.score_scale(q.shape[-1])
     keys, channels = (x.flatten(0, 1).contiguous() for x in (keys, channels))
     if state is not None:
         return queries, keys, channels, state.flatten(0, 1)
-    if not keep_state:  # a state holds the keys as they are
+    if not keep_state:  # a state stores unscaled keys
         queries, keys = _balanced(queries, keys)
     return queries, keys, channels, None
 
 
 def _balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys of equal size with the same products, as high powers of either overflow.
+    """Scale queries and keys to equal size, with the same products.
 
-    The factor is a power of two for each head, so that nothing is rounded.
+    High powers of the larger ones could overflow. The factor is a power of two for each head, so
+    that nothing is rounded.
     """
     if not (q[0].numel() and k[0].numel()):
         return q, k
@@ -108,7 +110,7 @@ def _balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def _from_columns(
     sums: Tensor, spec: AttentionSpec, k: Tensor, state: Tensor | None, noise: Tensor | None
 ) -> RowSums:
-    """[N, C, G, T], the state [N, C, rows] and the noise [N, G, T] in the layout of forms."""
+    """Sums [N, C, G, T], state [N, C, rows] and noise [N, G, T] as :class:`RowSums`."""
     sums = sums.unflatten(0, k.shape[:2]).movedim(2, -1).flatten(1, 2)
     state = None if state is None else state.unflatten(0, k.shape[:2])
     if spec.row_sum is None:
@@ -118,7 +120,7 @@ def _from_columns(
 
 
 class _Plan(NamedTuple):
-    """What both passes need besides the tensors: the last arguments of the operators."""
+    """The arguments of both passes that are not tensors; the operators take them last."""
 
     series: Series
     order: int
@@ -130,15 +132,15 @@ class _Plan(NamedTuple):
 
     @property
     def spec(self) -> AttentionSpec:
-        """One with the same weights."""
+        """A spec with the same weights."""
         return _plain_spec(self.series, self.order)
 
     def earlier_keys(self, q: Tensor, k: Tensor) -> int:
-        """Keys before the first query, which are read from the state only."""
+        """Number of keys before the first query; queries read them only through the state."""
         return k.shape[2] - q.shape[3] if self.causal else k.shape[2]
 
     def kept_states(self, q: Tensor, k: Tensor) -> int:
-        """States that the backward pass needs: those that queries read, except the initial one."""
+        """Number of states for the backward pass: those that queries read, but the initial one."""
         if not self.differentiable:
             return 0
         read = -(-q.shape[3] // self.chunk) if self.causal else 1
@@ -154,16 +156,16 @@ _PLAN = (
     "str series, int order, bool noisy, bool causal, SymInt chunk, bool keep_state, "
     "bool differentiable) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-_TAGS = (torch.Tag.cudagraph_unsafe,)  # the first call compiles steps and makes tables
+_TAGS = (torch.Tag.cudagraph_unsafe,)  # the first call compiles steps and builds tables
 
 
 @torch.no_grad()
 def _compute_sums(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sums, the state after the last key, the noise of the sums, and the states kept.
+    """The sums, the state after the last key, the noise, and the states for the backward pass.
 
-    An operator cannot return ``None``: outputs that are not needed are empty.
+    An operator cannot return ``None``, so unneeded outputs are empty tensors.
     """
     outputs = _empty_sums(q, k, v, state, *arguments)
     plan = _Plan(*arguments)
@@ -247,7 +249,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 @without_autocast
 def _backward(ctx: Any, dout: Tensor | None, dlast: Tensor | None, *_: None) -> tuple[Any, ...]:
     dlast = dlast if _Plan(*ctx.plan).keep_state else None
-    saved = ctx.saved_tensors  # once: checkpointing allows no second time
+    saved = ctx.saved_tensors  # once: activation checkpointing allows only one access
     *grads, dstate = _grads(*saved, dout, dlast, *ctx.plan)
     had_state = saved[3] is not None
     return *grads, dstate if had_state else None, *(None for _ in ctx.plan)
@@ -259,7 +261,7 @@ _sums.register_autograd(_backward, setup_context=_save)
 def _by_heads(
     plan: _Plan, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None
 ) -> Iterator[tuple[slice, _Chunks]]:
-    """The chunks of as many key/value heads as fit the cache together, and which heads."""
+    """Slices of the key/value heads that fit the cache together, each with its chunks."""
     count = heads_per_step(plan.spec, q.shape[1], plan.chunk, q.shape[2], q.device.type)
     for start in range(0, len(q), count):
         heads = slice(start, start + count)
@@ -268,7 +270,7 @@ def _by_heads(
 
 
 class _Chunks:
-    """The chunks of some heads, and both passes over them."""
+    """The chunks of some heads, and the loops of both passes."""
 
     def __init__(self, plan: _Plan, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> None:
         self.plan = plan
@@ -278,20 +280,21 @@ class _Chunks:
         self.tables = chunk_step.make_tables(*key)
         self.cache_key = (*key, plan.noisy, plan.causal, *q.shape[:3], v.shape[1])
         self.state_shape = (*v.shape[:2], len(self.tables.weights))
-        if self.compiled:  # always with a state, so that there is one kind of step to compile
+        if self.compiled:  # always with a state, so that only one kind of step is compiled
             state = self.zero_state() if state is None else state.contiguous()
         self.state = state
-        # Two views of k and v: the keys before the first query, and those beside the queries.
+        # Two views of k and v: the keys before the first query, and those at the queries'
+        # positions.
         count = plan.earlier_keys(q, k)
-        self.earlier, self.beside = slice(count), slice(count, None)
+        self.earlier, self.own = slice(count), slice(count, None)
         self.queries = self.split(q)
         self.earlier_pairs = self.pairs(k[..., self.earlier], v[..., self.earlier])
         self.own_pairs: list[chunk_step.Keys | None] = [None] * len(self.queries)
         if plan.causal:
-            self.own_pairs = [*self.pairs(k[..., self.beside], v[..., self.beside])]
+            self.own_pairs = [*self.pairs(k[..., self.own], v[..., self.own])]
 
     def step(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """``function`` of one chunk, compiled where that pays."""
+        """Call ``function`` for one chunk, compiled on a GPU."""
         if self.compiled:
             function = chunk_step.compiled(function, chunk_step.BACKEND, self.cache_key)
         return function(self.tables, *arguments)
@@ -305,20 +308,20 @@ class _Chunks:
         return self.new_state().zero_()
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Columns by chunks, the query heads of a key head side by side."""
+        """The columns of each chunk; the query heads of one key head become adjacent."""
         length = self.plan.chunk
         if not self.compiled:
             return [x[..., i : i + length].flatten(2) for i in range(0, x.shape[-1], length)]
-        # A step is compiled for one shape: zeros at the end, which add nothing, make chunks alike.
+        # A step is compiled for one shape. The last chunk is padded with zeros, which add nothing.
         x = F.pad(x, (0, -x.shape[-1] % length)).unflatten(-1, (-1, length)).movedim(-2, 0)
         return list(x.contiguous().flatten(3))
 
     def pairs(self, k: Tensor, v: Tensor) -> list[chunk_step.Keys]:
-        """Keys and their value channels by chunks."""
+        """The keys and value channels of each chunk."""
         return list(zip(self.split(k), self.split(v), strict=True))
 
     def write(self, chunk: Tensor | None, out: Tensor, index: int) -> None:
-        """The inverse of ``split``: write a chunk to its columns of ``out``; zeros for none."""
+        """The inverse of ``split``: write a chunk to its columns of ``out``; zeros for ``None``."""
         columns = out[..., index * self.plan.chunk : (index + 1) * self.plan.chunk]
         if chunk is None:
             columns.zero_()
@@ -326,7 +329,7 @@ class _Chunks:
             columns.copy_(chunk.view(*columns.shape[:-1], -1)[..., : columns.shape[-1]])
 
     def sums(self, out: Tensor, last_state: Tensor, noise: Tensor, kept: list[Tensor]) -> None:
-        """Fill the sums, the state after all keys, the sums' noise and the states to keep."""
+        """Fill the sums, the state after all keys, the noise and the backward pass's states."""
         state, plan = self.state, self.plan
         buffers = itertools.chain(kept, (self.new_state() for _ in itertools.count()))
         for i, keys in enumerate(self.earlier_pairs, 1):
@@ -368,8 +371,8 @@ class _Chunks:
             grads = self.step(chunk_step.backward, queries, pair, state, dstate)
             self.write(grads[0], dq, i)
             if pair is not None:
-                self.write(grads[1], dk[..., self.beside], i)
-                self.write(grads[2], dv[..., self.beside], i)
+                self.write(grads[1], dk[..., self.own], i)
+                self.write(grads[2], dv[..., self.own], i)
             dstate = dstate if grads[3] is None else grads[3]
         for i, keys in enumerate(self.earlier_pairs):
             grads = self.step(chunk_step.backward, None, keys, None, dstate)

@@ -1,6 +1,7 @@
-"""All weights at once, quadratic in time and memory: what tests compare the other forms with.
+"""The dense form: all weights at once, quadratic in time and memory.
 
-The sums of ``reference.attention``, and so of equations 1 to 6, for every spec.
+It computes the sums of ``reference.attention``, and so equations 1 to 6, for every spec. Tests
+compare the other forms with it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from softmax_rnn.ops.spec import AttentionSpec
 def dense(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, causal: bool, mask: Tensor | None
 ) -> RowSums:
-    """The weights as one tensor [B, H, T, S]; autograd does the rest.
+    """The sums, from all weights as one tensor [B, H, T, S]; autograd computes the gradients.
 
     Args:
         q: feature-mapped queries [B, H, T, D].

@@ -1,4 +1,4 @@
-"""An error for derivatives that a hand-written backward pass does not have."""
+"""An error for derivatives that a hand-written backward pass does not support."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch.autograd.forward_ad import unpack_dual
 
 Tensors = TypeVarTuple("Tensors")
 
-_ADVICE = "the form in use has only first derivatives in reverse mode; form='dense' has all."
+_ADVICE = "this form supports only first derivatives in reverse mode; form='dense' supports all."
 
 
 def first_order(*inputs: *Tensors) -> tuple[*Tensors]:
-    """The tensors unchanged, but a derivative other than the first in reverse mode is an error.
+    """Return the tensors unchanged, but allow only first derivatives in reverse mode.
 
-    PyTorch silently drops a second derivative where the gradient of an output is a constant
-    (``torch.autograd.grad(out.sum(), q, create_graph=True)``), and the tangents of a custom
-    operator. A compiled model raises an error of its own.
+    Otherwise PyTorch silently drops second derivatives if the gradient of an output is a constant
+    (``torch.autograd.grad(out.sum(), q, create_graph=True)``), and drops the tangents of a custom
+    operator. A compiled model raises its own error.
 
-    The inputs are what a form saves for its backward pass, so that this needs no further memory.
-    ``NotImplementedError`` is raised when the missing derivative is taken.
+    The inputs are the tensors that a form saves for its backward pass, so this needs no additional
+    memory. ``NotImplementedError`` is raised when an unsupported derivative is computed.
     """
     given = [x for x in inputs if isinstance(x, Tensor)]
     if torch.compiler.is_compiling() or not any(map(differentiated, given)):
@@ -60,7 +60,7 @@ class _FirstOrder(torch.autograd.Function):
 
 
 class _NotTwice(_FirstOrder):
-    """Gradients and what they depend on, unchanged; differentiating them is an error."""
+    """Return gradients and saved inputs unchanged; differentiating them raises an error."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
-"""The exponential on PyTorch's fused kernels, at their speed and memory.
+"""The fused form: the series exp on PyTorch's fused kernels, with their speed and memory use.
 
-The sums of equations 1, 5 and 6 (``reference.attention``), for every exp variant without a clamp,
-on a CPU or a GPU, by the three identities of docs/design.md.
+It computes the sums of equations 1, 5 and 6 (``reference.attention``) for every exp variant without
+a clamp, on a CPU or a GPU. docs/design.md explains the three identities that it uses.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ MAX_WIDTH = 256  # of the flash kernels of a GPU
 
 
 def supports(spec: AttentionSpec, device: str) -> bool:
-    """Exp without a clamp; on devices without flash kernels only where a row's scale is free."""
+    """Exp without a clamp; on devices other than CPU and CUDA only if a row's scale cancels."""
     unclamped_exp = spec.series == "exp" and spec.clamp is None
     return unclamped_exp and (spec.up_to_row_scale or device in ("cpu", "cuda"))
 
 
 def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
-    """What of these tensors the flash kernels of a GPU cannot take, if anything."""
-    if not q.is_cuda or spec.up_to_row_scale:  # SDPA finds a kernel for those
+    """The property of these tensors that a GPU's flash kernels do not support; empty for none."""
+    if not q.is_cuda or spec.up_to_row_scale:  # SDPA chooses a kernel itself
         return ""
     width = max(q.shape[-1], v.shape[-1])
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -52,25 +52,26 @@ def fused(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, causal: bool, mask: Tensor | None
 ) -> RowSums:
     """As :func:`softmax_rnn.ops.forms.dense.dense`, on the fused kernels; never overflows."""
-    q, k = q.to(v.dtype), k.to(v.dtype)  # the kernels need one type; features may be wider
+    q, k = q.to(v.dtype), k.to(v.dtype)  # the kernels need one dtype; features may be wider
     queries, keys, width = q.shape[-2], k.shape[-2], v.shape[-1]
     scale = spec.score_scale(q.shape[-1])
     on_gpu = q.is_cuda and not spec.up_to_row_scale
-    if scale < 0:  # the kernels would also multiply the mask by it
+    if scale < 0:  # the kernels also multiply the mask by the scale
         q, scale = -q, -scale
     if queries == 1 and causal:
         causal = False  # the query at the last position sees every key
     if causal and (mask is not None or queries != keys) and not on_gpu:
-        # The kernels take a mask or their own triangle, aligned to the first keys. A GPU's flash
-        # kernel aligns it to the last keys, as we do, and takes no mask.
+        # The kernels take either a mask or is_causal, which aligns queries to the first keys. A
+        # GPU's flash kernel aligns them to the last keys, as this package does; it takes no mask.
         mask, causal = visible(queries, keys, True, mask, q.device), False
-    # The kernels need keys and values of one width; zeros change no score, and are cut off values.
+    # The kernels need keys and values of equal width. Padding with zeros changes no score; in the
+    # output it is removed.
     padded = max(q.shape[-1], width)
-    if on_gpu:  # and multiples of 8
+    if on_gpu:  # widths must be multiples of 8
         padded += -padded % 8
     if not q.shape[-1] == width == padded:
         q, k, v = (F.pad(x, (0, padded - x.shape[-1])) for x in (q, k, v))
-    q, k, v = first_order(*(_row_by_row(x) for x in (q, k, v)))
+    q, k, v = first_order(*(_contiguous_rows(x) for x in (q, k, v)))
     if mask is not None:
         mask = mask.expand(*mask.shape[:-2], queries, keys)
     if spec.up_to_row_scale:
@@ -84,14 +85,14 @@ def fused(
     return RowSums(numerator[..., :width], weight_sum, log_scale)
 
 
-def _row_by_row(x: Tensor) -> Tensor:
-    # The kernels read the numbers of a row side by side whatever the strides; SDPA would fall back
-    # to its quadratic kernel.
+def _contiguous_rows(x: Tensor) -> Tensor:
+    # The flash kernels assume contiguous rows and do not check it. SDPA would fall back to its
+    # quadratic kernel.
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _FlashSums(torch.autograd.Function):
-    """(q, k, v) -> (softmax output, ones, log-sum-exp), the last one a constant."""
+    """(q, k, v) -> (softmax output, ones, log-sum-exp); the last has no gradient."""
 
     @staticmethod
     def forward(
@@ -100,7 +101,7 @@ class _FlashSums(torch.autograd.Function):
         out, lse, *random = _flash(q, k, v, mask, *options)
         weight_sum = torch.ones_like(lse)
         if mask is not None:
-            # For a row that sees no key the kernel has lse = 0, but its weights sum to zero.
+            # For a row that sees no key the kernel returns lse = 0, but the weight sum is zero.
             weight_sum *= mask.isfinite().any(-1)
         ctx.save_for_backward(q, k, v, mask, lse, *random)
         ctx.options = options[:2]
@@ -117,10 +118,10 @@ class _FlashSums(torch.autograd.Function):
         q, k, v, mask, lse, *random = ctx.saved_tensors
         if grad is None:
             grad = q.new_zeros(*q.shape[:-1], v.shape[-1])
-        grad = _row_by_row(grad)
+        grad = _contiguous_rows(grad)
         out = torch.zeros_like(grad)
         if grad_sum is not None:
-            # Any `out` with rowsum(grad * out) = -grad_sum serves; this one is parallel to grad.
+            # Any `out` with rowsum(grad * out) = -grad_sum works; this one is parallel to grad.
             largest = grad.abs().amax(-1, keepdim=True).to(lse.dtype)
             largest = largest.masked_fill(largest == 0, 1)
             direction = grad / largest
@@ -134,7 +135,7 @@ class _FlashSums(torch.autograd.Function):
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, on_gpu: bool
 ) -> tuple[Tensor, ...]:
-    """Softmax output and log-sum-exp; on a GPU also the dropout state that the backward takes."""
+    """Softmax output and log-sum-exp; on a GPU also the dropout state for the backward pass."""
     if not on_gpu:
         flash = _aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
@@ -156,6 +157,6 @@ def _flash_backward(
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(*tensors, 0.0, causal, attn_mask=mask, scale=scale)
     backward = _aten._scaled_dot_product_flash_attention_backward
-    packed = (None, None)  # where packed sequences start: not used
+    packed = (None, None)  # offsets of packed sequences: not used
     lengths = (tensors[1].shape[2], tensors[2].shape[2])
     return backward(*tensors, *packed, *lengths, 0.0, causal, *random, scale=scale)

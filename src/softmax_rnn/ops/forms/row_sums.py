@@ -1,4 +1,4 @@
-"""What every form returns, and helpers of all forms: precision, visible keys."""
+"""The result of every form, and helpers for all forms: precision and visible keys."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class RowSums(NamedTuple):
 
     Attributes:
         numerator: ``sum_s w(s) v_s`` times ``exp(-log_scale)``; [B, H, T, E].
-        weight_sum: ``sum_s w(s)`` times ``exp(-log_scale)``; [B, H, T]. ``None`` where the form
-            need not compute it. If the spec fixes the numerator only up to a positive factor per
-            row, the numerator may then be divided by it already.
-        log_scale: [B, H, T], or ``None`` for 0. A constant to autograd: the gradients of the
-            other two are those of the true sums times ``exp(-log_scale)``.
-        state: the state after the last key, if a form with a state was asked for it.
-        noise: [B, H, T], the rounding error of a weight sum read from a state, whose monomials can
-            cancel; ``None`` where every weight was computed.
+        weight_sum: ``sum_s w(s)`` times ``exp(-log_scale)``; [B, H, T]. ``None`` if the form
+            does not need it. Then, if the output does not depend on a positive factor per row,
+            the numerator may already be divided by the weight sum.
+        log_scale: [B, H, T], or ``None`` for 0. It has no gradient: the gradients of
+            numerator and weight sum are those of the true sums times ``exp(-log_scale)``.
+        state: the state after the last key, if it was requested.
+        noise: [B, H, T], the rounding error of a weight sum that was computed from a state, where
+            monomials can cancel; ``None`` if every weight was computed.
     """
 
     numerator: Tensor
@@ -51,7 +51,7 @@ def without_autocast(backward: Backward) -> Backward:
 
 
 def no_autocast(device: str) -> AbstractContextManager[None]:
-    """Disable autocast: sums choose their precision. Some devices (meta) have no autocast."""
+    """Disable autocast, as sums choose their own precision; some devices (meta) have none."""
     return torch.autocast(device, enabled=False) if _has_autocast(device) else nullcontext()
 
 
@@ -62,12 +62,12 @@ def _has_autocast(device: str) -> bool:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type sums accumulate in: float32 for the half types, the type itself otherwise."""
+    """The dtype of sums: float32 for float16 and bfloat16, otherwise ``dtype`` itself."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def no_data(x: Tensor) -> bool:
-    """Whether the numbers cannot be read: while tracing, and on the meta device."""
+    """Whether the values cannot be read: while tracing, and on the meta device."""
     return torch.compiler.is_compiling() or x.is_meta or type(x) is not Tensor
 
 
@@ -76,7 +76,7 @@ def visible(
 ) -> Tensor | None:
     """The full boolean mask, broadcastable to [B, H, T, S]; ``None`` if every key is visible.
 
-    Causal means aligned to the last keys: query ``t`` sees keys up to ``t + S - T``.
+    Causal attention aligns queries to the last keys: query ``t`` sees keys up to ``t + S - T``.
     """
     if not causal:
         return mask
@@ -104,7 +104,7 @@ def visible_count(
 
 
 def visible_keys(mask: Tensor, kv_heads: int) -> Tensor:
-    """The keys that any query sees, of a four-dimensional mask; broadcastable to [B, Hkv, S, 1]."""
+    """The keys that at least one query sees, broadcastable to [B, Hkv, S, 1]; the mask is 4-D."""
     shown = mask.any(-2)
     if shown.shape[1] > 1:
         shown = shown.unflatten(1, (kv_heads, -1)).any(2)

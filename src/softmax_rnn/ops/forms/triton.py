@@ -1,8 +1,8 @@
-"""Any series on a GPU, memory linear in the length: the blocked form as Triton kernels.
+"""The triton form: the blocked form as Triton kernels, for any series on a GPU.
 
-The sums of equations 1 to 6 (``reference.attention``). Scores and features stay on the chip in both
-passes; only q, k, v and, for an exp that might overflow, the row maxima are saved. The kernels are
-imported at the first call.
+It computes the sums of equations 1 to 6 (``reference.attention``). Memory is linear in the length:
+in both passes scores and features stay on the chip. Only q, k, v are saved, and the row maxima if
+exp might overflow. The kernels are imported at the first call.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MAX_WIDTH = 256
 MAX_FLOAT64_COSINE = 128  # wider tiles exceed the shared memory of an A100
 MAX_ORDER = 64  # of a series, since Horner's rule is unrolled
 # Choices for the autotuner: rows of the resident tile and of the tiles it is multiplied with, warps
-# and pipeline stages. The key is the bytes of a row of factors (doubled without tensor cores). The
-# last choice of each key fits the shared memory of compute capabilities 8.0 and 9.0.
+# and pipeline stages. The key is the size of a row of factors in bytes (doubled without tensor
+# cores). The last choice of each key fits the shared memory of compute capabilities 8.0 and 9.0.
 _TILES = {
     128: [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)],
     256: [(128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)],
@@ -38,19 +38,19 @@ _TILES = {
     1024: [(32, 32, 4, 2), (32, 32, 8, 1), (32, 16, 4, 1)],
     4096: [(16, 16, 4, 1), (16, 16, 8, 1)],
 }
-_LONG = 512  # queries from which the autotuner chooses again
+_LONG = 512  # from this number of queries on, the autotuner chooses separately
 _INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def supports(spec: AttentionSpec, device: str) -> bool:
-    """Every weight on a GPU with Triton; on the CPU in Triton's interpreter, which tests use."""
+    """Every series on a GPU with Triton; on a CPU only in Triton's interpreter, for tests."""
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return False
     return device in ("cpu", "cuda") and _INSTALLED and (spec.order or 0) <= MAX_ORDER
 
 
 def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
-    """What of these tensors the kernels cannot take, if anything."""
+    """The property of these tensors that the kernels do not support; empty for none."""
     width = max(q.shape[-1], v.shape[-1])
     if width > MAX_WIDTH:
         return f"heads of width {width}"
@@ -58,25 +58,25 @@ def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> s
     if float64_cosine and width > MAX_FLOAT64_COSINE:
         return f"float64 cosines of width {width}"
     if q.is_cuda and (torch.version.hip or torch.cuda.get_device_capability(q.device) < (8, 0)):
-        return f"{torch.cuda.get_device_name(q.device)}, for which no tile was chosen"
+        return f"this spec with Triton kernels on the {torch.cuda.get_device_name(q.device)}"
     return ""
 
 
-@uncompiled  # the autotuner times its launches, which cannot be traced
+@uncompiled  # the autotuner times launches, which torch.compile cannot trace
 def triton(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, causal: bool, mask: Tensor | None
 ) -> RowSums:
-    """As :func:`softmax_rnn.ops.forms.dense.dense` of raw q and k, without T x S weights, on a GPU.
+    """As :func:`softmax_rnn.ops.forms.dense.dense`, of q and k before the feature map.
 
-    Deterministic for given tiles, which the autotuner chooses in each process. Half
-    types accumulate in float32; float32 products are exact unless PyTorch's own may be in TF32
-    (``torch.backends.cuda.matmul.fp32_precision``).
+    The T x S weights are not stored. Results are deterministic for given tiles, which the autotuner
+    chooses in each process. float16 and bfloat16 inputs accumulate in float32. float32 products use
+    TF32 only if PyTorch's own may (``torch.backends.cuda.matmul.fp32_precision``).
     """
     return RowSums(*_TritonSums.apply(*first_order(q, k, v), mask, spec, causal))
 
 
 class _TritonSums(torch.autograd.Function):
-    """(q, k, v) -> (numerator, weight sum, row maximum or None), the last one a constant."""
+    """(q, k, v) -> (numerator, weight sum, row maximum or None); the maximum has no gradient."""
 
     @staticmethod
     def forward(
@@ -155,7 +155,7 @@ def _launch(
 
 
 def _products(dtype: torch.dtype) -> tuple[str, int]:
-    """The precision of products of a type, and the bytes of a factor in terms of _TILES."""
+    """The precision of products of a dtype, and the bytes of a factor, as counted in _TILES."""
     if dtype == torch.bfloat16:
         return "ieee", 2
     tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -165,7 +165,7 @@ def _products(dtype: torch.dtype) -> tuple[str, int]:
 
 
 def _kernel(name: str, row_bytes: int) -> tuple[Any, dict[str, int]]:
-    """The kernel and its tiles: small ones in the interpreter, else the autotuner chooses."""
+    """The kernel and its tile sizes: small in the interpreter, else chosen by the autotuner."""
     kernels = importlib.import_module("softmax_rnn.ops.forms.triton_kernels")
     if kernels.INTERPRETED:
         return getattr(kernels, name), {"BLOCK_T": 16, "BLOCK_S": 32}

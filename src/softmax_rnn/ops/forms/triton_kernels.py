@@ -1,25 +1,26 @@
 """The kernels of the triton form: the sums, and the gradients of q and of k and v.
 
-One program holds a tile of rows and loops over the other side's tiles: queries over their visible
-keys (the sums, the gradient of q), or keys over the queries that see them (the gradients of k and
-v, summed over the query heads of the group). Each output is written by one program, so results do
-not depend on the order of programs. Tiles wholly in the future are skipped, and tiles that
-every row sees whole need no check of positions.
+One program holds one tile and loops over other tiles. For the sums and the gradient of q, a tile of
+queries loops over its visible keys. For the gradients of k and v, a tile of keys loops over the
+queries that see them, and sums over the query heads of the group. Each output is written by one
+program, so results do not depend on the order of programs. Tiles of future keys only are skipped.
+Tiles in which every query sees every key need no check of positions.
 
-Queries and keys are mapped by ``phi`` (MAP) as they are loaded, and their gradients mapped back
-before they are stored: features stay on the chip. A score ``s = SCALE * phi(q) . phi(k)`` has
-the weight ``w(min(s, CLAMP))``: the power series of COEFFICIENTS, unrolled by Horner's rule, or exp
-where they are None. Where that exp might overflow the row ``maximum`` is taken out of its exponent;
-no other weight needs one.
+Queries and keys are mapped by ``phi`` (MAP) when they are loaded. Gradients of features are mapped
+back before they are stored, so features stay on the chip. A score ``s = SCALE * phi(q) . phi(k)``
+has the weight ``w(min(s, CLAMP))``: the power series of COEFFICIENTS, unrolled by Horner's rule, or
+exp if COEFFICIENTS is None. If this exp might overflow, the row ``maximum`` is subtracted from its
+exponent; other weights need no maximum.
 
-Scores, sums and ``phi`` are computed in float32 (float64 for float64 inputs), features rounded to
-the type of the inputs. Products with weights or gradients take their factors in that type too;
-float16 ones in float32, since sums that are not normalised leave its range.
+Scores, sums and ``phi`` are computed in float32 (float64 for float64 inputs). Features are rounded
+to the dtype of the inputs. Factors of products with weights or gradients have this dtype too, but
+float32 instead of float16: sums that are not normalised exceed the range of float16.
 
-Pointers are to queries [B, H, T, D], keys [B, Hkv, S, D], values and the numerator's gradient, and
-a mask [B, H, T, S] of bytes, each with its four strides (0 where a mask is broadcast); the sums and
-maxima are contiguous [B, H, T]. BY_QUERY: whether the mask differs between queries. LONG tells the
-autotuner long sequences from short ones. EDGE: the tiles that some row does not see whole.
+Pointers refer to queries [B, H, T, D], keys [B, Hkv, S, D], values and the numerator's gradient,
+and a mask [B, H, T, S] of bytes. Each has four strides (0 where a mask is broadcast). The sums and
+maxima are contiguous [B, H, T]. BY_QUERY is whether the mask differs between queries. LONG is
+whether the autotuner treats the sequence as long. EDGE selects the tiles that need a check of
+positions or mask.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED = triton.knobs.runtime.interpret
-_LEAST_LENGTH = tl.constexpr(1e-12)  # as of torch.nn.functional.normalize
+_MIN_LENGTH = tl.constexpr(1e-12)  # as in torch.nn.functional.normalize
 
 
 @triton.jit
@@ -62,10 +63,10 @@ def _store(base, rows, strides, length, tile, WIDTH: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _length(x):
-    """The divisors of cosine, [rows, 1]: lengths, at least a minimum; and which are below it."""
+    """The divisors of the cosine map [rows, 1], at least a minimum; and which are raised to it."""
     length = tl.sqrt(tl.sum(x * x, 1))[:, None]
-    short = length < _LEAST_LENGTH
-    return tl.where(short, _LEAST_LENGTH, length), short
+    short = length < _MIN_LENGTH
+    return tl.where(short, _MIN_LENGTH, length), short
 
 
 @triton.jit
@@ -74,7 +75,7 @@ def _load_features(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """As ``_load``, mapped by ``phi``; zeros outside the matrix."""
-    FILL: tl.constexpr = float("-inf") if MAP == "elu1" else 0.0  # which phi takes to zero
+    FILL: tl.constexpr = float("-inf") if MAP == "elu1" else 0.0  # phi maps it to zero
     tile = _load(base, rows, strides, length, WIDTH, BLOCK, FILL)
     if MAP != "identity":
         x = tile.to(SUM)
@@ -93,7 +94,7 @@ def _load_features(
 def _map_backward(
     grad, base, rows, strides, length, MAP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The gradient of rows from that of their features; the rows are loaded again."""
+    """The gradient of rows, from the gradient of their features; loads the rows again."""
     if MAP != "identity":
         x = _load(base, rows, strides, length, WIDTH, BLOCK).to(grad.dtype)
         if MAP == "elu1":
@@ -159,7 +160,7 @@ def _clamped(scores, CLAMP: tl.constexpr):
 def _weights_and_slopes(
     scores, shift, COEFFICIENTS: tl.constexpr, SLOPE: tl.constexpr, CLAMP: tl.constexpr
 ):
-    """The weights of scores before the clamp, and their derivatives."""
+    """The weights of unclamped scores, and the derivatives of the weights."""
     x = _clamped(scores, CLAMP)
     if shift is not None:
         x = x - shift
@@ -174,9 +175,10 @@ def _weights_and_slopes(
 
 @triton.jit
 def _own_tile(length, heads, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):
-    """The first row of a program's tile, its head among those of the batch, batch and head.
+    """The first row of a program's tile, its index over batch and heads, its batch, its head.
 
-    Long programs start first: the last queries see the most keys, the first keys are seen the most.
+    Programs with the most work start first: the last queries see the most keys, and the most
+    queries see the first keys.
     """
     tiles = tl.cdiv(length, BLOCK)
     tile = tl.program_id(0) % tiles
@@ -191,7 +193,7 @@ def _key_range(
     EDGE: tl.constexpr, first, mask, T, S,
     CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The keys of the tile of queries from ``first``: those in whole tiles, or the rest."""
+    """The range of keys for the tile of queries at ``first``: whole tiles, or the rest (EDGE)."""
     end = S
     whole = S // BLOCK_S * BLOCK_S
     if CAUSAL:
@@ -212,7 +214,7 @@ def _query_range(
     EDGE: tl.constexpr, first, mask, T, S,
     CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The queries of the tile of keys from ``first``: those that see it whole, or the rest."""
+    """The range of queries for the tile of keys at ``first``: whole tiles, or the rest (EDGE)."""
     start = 0
     whole = 0
     if CAUSAL:
@@ -348,7 +350,7 @@ def key_grads(
     MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_QUERY: tl.constexpr, PRECISION: tl.constexpr,
     LONG: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a tile of keys and values; its scores stand transposed, [keys, queries]."""
+    """The gradients of a tile of keys and values; scores are transposed, [keys, queries]."""
     SUM: tl.constexpr = grad_sum.dtype.element_ty
     FACTOR: tl.constexpr = tl.float32 if v.dtype.element_ty == tl.float16 else v.dtype.element_ty
     first, _, batch, kv_head = _own_tile(S, H // GROUPS, False, BLOCK_S)
