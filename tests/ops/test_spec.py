@@ -32,7 +32,7 @@ def test_round_trip(spec: AttentionSpec) -> None:
         ({"scale": 0}, "scale must be a finite number other than 0"),
         ({"scale": "big"}, "or None, not 'big'"),
         ({"epsilon": -1.0}, "epsilon must be a finite number >= 0"),
-        ({"floor": 1.0, "denominator": "length"}, "not on 'length'"),
+        ({"floor": 1.0, "denominator": "length"}, "not to 'length'"),
         ({"input_gate": "yes"}, "input_gate must be True or False"),
     ],
 )
