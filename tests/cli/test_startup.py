@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from made_up import made_up
-from softmax_rnn.cli.extras import EXTRAS, install_hint
+from softmax_rnn.cli.extras import EXTRAS, OF_TRAIN, install_hint
+from softmax_rnn.cli.parser import COMMANDS
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 SLOW = ("transformers", "pandas", "scipy", "matplotlib", "datasets", "accelerate", "submitit")
@@ -53,11 +54,14 @@ def test_help_and_mistakes_import_nothing_slow(words: list[str], code: int) -> N
     assert ended.stdout.startswith("usage:") if code == 0 else "Did you mean" in ended.stderr
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["train"], ["variants"]])
-def test_with_the_base_alone_the_extra_is_named(words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [([], "train"), (["--help"], "train"), (["train"], "train"), (["compare", "norm"], "report")],
+)
+def test_with_the_base_alone_the_extra_is_named(words: list[str], extra: str) -> None:
     ended = command(words, set(EXTRAS) - {"typing_extensions"})  # torch needs it as well
     assert (ended.returncode, ended.stdout) == (2, "")
-    told = r"error: softmax-rnn needs the package '\w+': pip install 'softmax-rnn\[train\]'\.\n"
+    told = rf"error: softmax-rnn needs the package '\w+': pip install 'softmax-rnn\[{extra}\]'\.\n"
     assert re.fullmatch(told, ended.stderr), ended.stderr
 
 
@@ -101,6 +105,10 @@ def test_the_table_is_that_of_the_package() -> None:
             if name != "softmax-rnn":
                 expected = "train" if extra == "hf" else extra
                 assert EXTRAS[imported.get(name, name)] == expected, line
+
+
+def test_the_commands_of_the_smaller_extra_are_listed() -> None:
+    assert {name for name, command in COMMANDS.items() if command.extra == "train"} == {*OF_TRAIN}
 
 
 def test_other_modules_are_no_extras() -> None:

@@ -1,4 +1,4 @@
-"""Commands on folders and files that somebody changed: ``train --resume``, ``claims``, --config."""
+"""Commands on folders and files after changes by hand: ``train --resume``, ``claims``, --config."""
 
 from __future__ import annotations
 

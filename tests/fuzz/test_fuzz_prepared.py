@@ -1,4 +1,4 @@
-"""Prepared corpora whose manifest, shards or journal somebody changed: refused, or still right."""
+"""Prepared corpora whose manifest, shards or journal was changed: refused, or still right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of finished runs that somebody changed: reported on as they are, or a file is named."""
+"""Folders of finished runs after changes: reported on as they are, or a file is named."""
 
 from __future__ import annotations
 

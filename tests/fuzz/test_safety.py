@@ -135,7 +135,7 @@ def test_a_models_folder_runs_nothing(
 ) -> None:
     READERS[reader](model, texts)  # as it is, it works
     damage(model, tmp_path / "trap")
-    monkeypatch.setattr(sys, "stdin", StringIO("y\n" * 9))  # somebody says yes to everything
+    monkeypatch.setattr(sys, "stdin", StringIO("y\n" * 9))  # yes to every question
     if (reader, damage) == ("load_tokenizer", _pickled):
         READERS[reader](model, texts)
     else:

@@ -17,6 +17,10 @@ EXTRAS = {
 }
 
 
+# The commands that need "train" alone, known before the parser can be imported.
+OF_TRAIN = ("train", "prepare", "generate", "variants")
+
+
 def install_hint(error: ModuleNotFoundError, command: str, needs: str) -> str | None:
     """What to install for a missing package; ``None`` if no extra contains it.
 

@@ -13,7 +13,7 @@ from torch import OutOfMemoryError
 
 from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn._utils.files import UNUSABLE
-from softmax_rnn.cli.extras import install_hint
+from softmax_rnn.cli.extras import OF_TRAIN, install_hint
 from softmax_rnn.training.stopping import RunStopped, StopRequest
 
 
@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not faulthandler.is_enabled():
         faulthandler.enable()  # truncating a memory-mapped file ends the process with SIGBUS
     words = list(sys.argv[1:] if arguments is None else arguments)
-    name, extra = "softmax-rnn", "train"
+    first = words[0] if words else "--help"
+    name = "softmax-rnn"
+    extra = "train" if first.startswith("-") or first in OF_TRAIN else "report"
     try:
         from softmax_rnn.cli.parser import COMMANDS, parse
 
