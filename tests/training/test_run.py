@@ -313,7 +313,7 @@ def test_trackers_get_the_rows(
     assert [row["test_loss"] for row in logged if "test_loss" in row]
 
 
-def test_somebody_elses_repository_is_not_the_packages(
+def test_the_commit_of_another_repository_is_not_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
