@@ -27,6 +27,48 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+# One spec or more for each field beyond the paper's: decays, polynomials, windows and sinks.
+WIDENED: dict[str, sr.AttentionSpec] = {
+    "forgetting": sr.AttentionSpec(decay="token"),
+    "forgetting_head": sr.AttentionSpec(decay="head"),
+    "forgetting_norm": sr.AttentionSpec(decay="token", denominator="none", norm="l2"),
+    "forgetting_gate": sr.AttentionSpec(
+        decay="token", clamp=5.0, denominator="length", output_gate="before_norm"
+    ),
+    "exp_channel": sr.AttentionSpec(decay="channel"),
+    "retention": sr.AttentionSpec(series="power", order=1, decay="head", denominator="none"),
+    "gla": sr.AttentionSpec(series="power", order=1, decay="channel", denominator="none"),
+    "taylor_token": sr.AttentionSpec(series="taylor", order=2, decay="token"),
+    "taylor_channel": sr.AttentionSpec(series="taylor", order=4, decay="channel"),
+    "power_token": sr.AttentionSpec(series="power", order=2, decay="token"),
+    "power_channel": sr.AttentionSpec(series="power", order=2, decay="channel"),
+    "elu_token": sr.AttentionSpec(series="power", order=1, feature_map="elu1", decay="token"),
+    "cosine_token": sr.AttentionSpec(
+        series="power", order=1, feature_map="cosine", decay="token", denominator="learned_length"
+    ),
+    "clamped_channel": sr.AttentionSpec(
+        series="taylor", order=2, clamp=1.0, decay="channel", denominator="length"
+    ),
+    "fixed_polynomial": sr.AttentionSpec(series="polynomial", coefficients=(1.0, 0.7, 0.5)),
+    "learned_polynomial": sr.AttentionSpec(
+        series="polynomial", order=3, denominator="none", norm="l2"
+    ),
+    "learned_polynomial_token": sr.AttentionSpec(
+        series="polynomial", order=2, decay="token", floor=1.0
+    ),
+    "learned_polynomial_channel": sr.AttentionSpec(
+        series="polynomial", order=2, decay="channel", feature_map="elu1"
+    ),
+    "sink": sr.AttentionSpec(denominator="sum_plus_sink"),
+    "taylor_sink": sr.AttentionSpec(series="taylor", order=2, denominator="sum_plus_sink"),
+    "window": sr.AttentionSpec(window=7),
+    "window_global": sr.AttentionSpec(window=7, global_keys=3),
+    "window_one": sr.AttentionSpec(window=1, global_keys=1, denominator="length"),
+    "window_decay": sr.AttentionSpec(window=9, global_keys=2, decay="token"),
+    "window_power": sr.AttentionSpec(series="power", order=3, window=5, norm="l2"),
+}
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a case: odd, with grouped queries, S != T and E != D unless told otherwise."""
@@ -87,8 +129,10 @@ def make_case(
     shape: Shape = Shape(),
     seed: int = 0,
     spread: float = 1.0,
+    decay: float = 0.1,
+    gate_per_channel: bool = False,
 ) -> Case:
-    """Random inputs; ``spread`` scales queries and keys."""
+    """Random inputs; ``spread`` scales queries and keys, ``decay`` the log decays."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -103,9 +147,20 @@ def make_case(
     if spec.input_gate:
         tensors["input_gate"] = normal(b, g, s).sigmoid()
     if spec.output_gate != "none":
-        tensors["output_gate"] = normal(b, h, t).sigmoid()
+        size = (shape.value_width,) if gate_per_channel else ()
+        tensors["output_gate"] = normal(b, h, t, *size).sigmoid()
     if spec.denominator == "learned_length":
         tensors["length_power"] = normal(h).sigmoid()
+    decays = {"head": (g,), "token": (b, g, s), "channel": (b, g, s, shape.width)}
+    if spec.decay != "none":
+        tensors["log_decay"] = -decay * normal(*decays[spec.decay]).exp()
+    if spec.learned_coefficients:
+        assert spec.order is not None
+        tensors["coefficients"] = 1 + 0.5 * normal(h, spec.order + 1)
+    if spec.denominator == "sum_plus_sink":
+        tensors["sink"] = normal(h)
+    if spec.outside == "series":
+        tensors["outside_scale"] = normal(h).exp()
     if spec.norm in ("rms", "layer"):
         tensors["norm_weight"] = 1 + 0.3 * normal(shape.value_width)
     if spec.norm == "layer":

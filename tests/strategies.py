@@ -22,10 +22,19 @@ def widths() -> st.SearchStrategy[tuple[int, int]]:
     return st.tuples(st.sampled_from([8, 5, 1]), st.sampled_from([6, 8, 1]))
 
 
+def coefficients() -> st.SearchStrategy[tuple[float, ...]]:
+    """Coefficients of a polynomial, the last one not 0."""
+    lower = st.lists(st.floats(-1.0, 1.0), max_size=5)
+    return st.tuples(lower, st.floats(0.1, 1.0)).map(lambda parts: (*parts[0], parts[1]))
+
+
 @st.composite
 def specs(draw: st.DrawFn) -> AttentionSpec:
     """Any spec at all whose output does not blow up at a zero of the row sum."""
-    series = draw(st.sampled_from(["exp", "taylor", "power"]))
+    series = draw(st.sampled_from(["exp", "taylor", "power", "polynomial"]))
+    fixed = series == "polynomial" and draw(st.booleans())
+    window = draw(st.none() | st.integers(1, 20))
+    both = window is not None and series != "exp" and False
     denominator = draw(
         st.sampled_from(
             [
@@ -33,6 +42,7 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
                 "detached_sum",
                 "clamped_sum",
                 "sum_plus_one",
+                "sum_plus_sink",
                 "length",
                 "learned_length",
                 "none",
@@ -42,8 +52,9 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
     spec = AttentionSpec(
         feature_map=draw(st.sampled_from(["identity", "elu1", "relu", "cosine"])),
         series=series,
-        order=None if series == "exp" else draw(st.integers(0, 6)),
-        clamp=draw(st.none() | st.floats(0.1, 3.0)),
+        order=None if series == "exp" or fixed else draw(st.integers(0, 6)),
+        coefficients=draw(coefficients()) if fixed else None,
+        clamp=None if both else draw(st.none() | st.floats(0.1, 3.0)),
         scale=draw(st.none() | st.floats(0.1, 1.0) | st.floats(-1.0, -0.1)),
         denominator=denominator,
         input_gate=draw(st.booleans()),
@@ -52,6 +63,10 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
         epsilon=draw(st.sampled_from([0.0, 0.1]))
         if denominator in ("sum", "detached_sum")
         else 0.0,
+        decay=draw(st.sampled_from(["none", "none", "head", "token", "channel"])),
+        window=window,
+        global_keys=0 if window is None else draw(st.sampled_from([0, 0, 1, 5])),
+        outside="series" if both else "hidden",
     )
     safe = spec.sign_definite or denominator in ("clamped_sum", "length", "learned_length", "none")
     return spec if safe else dataclasses.replace(spec, floor=0.5, denominator="sum")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import softmax_rnn as sr
+from cases import MASKS, WIDENED, Shape, assert_close, make_case
 from softmax_rnn.ops import reference
 
 T, D, E = 9, 3, 4
@@ -112,3 +113,24 @@ def test_the_general_formula_and_every_form_give_the_equation(name: str) -> None
     for form in sr.forms(spec):
         out = sr.attention(*(x[None, None] for x in (Q, K, V)), spec, form=form, **heads)
         torch.testing.assert_close(out[0, 0], expected, msg=lambda text, form=form: form + text)
+
+
+@pytest.mark.parametrize("name", WIDENED)
+def test_dense_is_the_general_formula(name: str) -> None:
+    """Decays, polynomials, windows and sinks, with the gradient of every argument."""
+    shape = Shape(heads=2, kv_heads=1, queries=11, keys=13, width=3, value_width=2)
+    for mask in MASKS:
+        for decay in (0.1, 100.0)[: 1 if mask == "full" else 2]:  # else all weights may underflow
+            case = make_case(WIDENED[name], mask=mask, shape=shape, decay=decay)
+            found = case.run(sr.attention, form="dense")
+            assert_close(found, case.run(reference.attention), 1e-10, mask)
+
+
+@pytest.mark.parametrize("position", ["before_norm", "after_norm"])
+def test_a_gate_per_channel(position: Any) -> None:
+    spec = sr.AttentionSpec(output_gate=position, norm="rms")
+    shape = Shape(heads=2, kv_heads=1, queries=5, keys=7, width=3, value_width=2)
+    case = make_case(spec, shape=shape, gate_per_channel=True)
+    expected = case.run(reference.attention)
+    for form in case.forms:
+        assert_close(case.run(sr.attention, form=form), expected, 1e-10, form)

@@ -11,9 +11,14 @@ from softmax_rnn.ops.spec import AttentionSpec
 # A quotient whose row sum crosses zero is at most 1 / SUM_GUARD times the largest value.
 SUM_GUARD = 1e-6
 
+# Beside a sink this much above every score, the output is zero. An infinite sum has NaN gradients.
+_MAX_SINK = 80.0
 
-def row_sum(sums: RowSums, spec: AttentionSpec, v: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The denominator ``D`` [B, H, T], and ``r <= 0`` or ``None`` for 0.
+
+def row_sum(
+    sums: RowSums, spec: AttentionSpec, v: Tensor, sink: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The denominator ``D`` [B, H, T], and ``r <= 0`` or ``None`` for 0; ``sink`` is [H].
 
     The quotient is ``numerator / D * exp(r)``. Only specs with a norm have an ``r``.
     """
@@ -23,7 +28,7 @@ def row_sum(sums: RowSums, spec: AttentionSpec, v: Tensor) -> tuple[Tensor, Tens
     if rule.detached:
         total = total.detach()
     size = total.detach().abs()  # magnitude of the terms
-    if rule.offset or rule.floor:
+    if not rule.plain:
         unit = torch.ones_like(total)
         if scale is not None:
             # A norm enlarges values that are small relative to offset or floor.
@@ -33,6 +38,11 @@ def row_sum(sums: RowSums, spec: AttentionSpec, v: Tensor) -> tuple[Tensor, Tens
             unit = (-scale).exp()
         if rule.offset:  # unit may be infinite, and 0 * infinity is NaN
             total, size = total + rule.offset * unit, size + rule.offset * unit
+        if sink is not None:
+            height = sink.to(total.dtype).unsqueeze(-1)
+            height = height if scale is None else height - scale
+            added = height.clamp(max=_MAX_SINK).exp()
+            total, size = total + added, size + added.detach()
         if rule.floor:
             total = total.maximum(rule.floor * unit)
     if not (spec.sign_definite or rule.floor):

@@ -182,7 +182,7 @@ def row_weights(
     coefficients = PowerSeries.from_spec(spec).coefficients
     assert coefficients is not None
     sizes = [dimension(width, n) for n in range(last + 1)]
-    weights = multiplicities(width, last) * np.repeat(coefficients, sizes)
+    weights = multiplicities(width, last) * np.repeat(np.array(coefficients), sizes)
     return torch.tensor(weights[sum(sizes[:first]) :], dtype=dtype, device=device)
 
 

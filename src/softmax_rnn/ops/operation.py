@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
+from softmax_rnn.ops.decay import check_decay, per_key_decay
 from softmax_rnn.ops.denominators import row_sum
 from softmax_rnn.ops.dispatch import choose
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
@@ -28,6 +29,10 @@ class _Options(TypedDict, total=False):
     input_gate: Tensor | None
     output_gate: Tensor | None
     length_power: Tensor | None
+    log_decay: Tensor | None
+    coefficients: Tensor | None
+    sink: Tensor | None
+    outside_scale: Tensor | None
     norm_weight: Tensor | None
     norm_bias: Tensor | None
     form: str
@@ -62,13 +67,17 @@ def attention(
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
     length_power: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    coefficients: Tensor | None = None,
+    sink: Tensor | None = None,
+    outside_scale: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     form: str = "auto",
     state: State | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, State]:
-    """The attention of ``spec``: ``o_t = norm(g_out[t] * N_t / D_t)``, ``N_t = sum w(s) g_in v``.
+    """The attention of ``spec``: ``o_t = norm(g_out[t] * N_t / D_t)``, ``N_t = sum w_ts g_in v``.
 
     Equations 1 to 6 of the paper; :func:`softmax_rnn.ops.reference.attention` is the same in loops.
 
@@ -82,8 +91,17 @@ def attention(
             If a row sees no key, its numerator is zero, and so is its output (apart from a
             ``norm_bias``).
         input_gate: in [0, 1], [B, Hkv, S]; multiplies the values (appendix E).
-        output_gate: in [0, 1], [B, H, T]; multiplies the output (appendix E).
+        output_gate: multiplies the output: [B, H, T] (in [0, 1] in appendix E), or per channel
+            [B, H, T, E].
         length_power: [H], the exponent of the ``learned_length`` denominator.
+        log_decay: <= 0: [Hkv] for the decay ``head``, [B, Hkv, S] for ``token``, [B, Hkv, S, D] for
+            ``channel``. The state before key ``s`` is multiplied by ``exp(log_decay[s])``; hidden
+            keys decay nothing. Values below -1e4 count as -1e4, whose exponential is 0. Only with
+            ``causal``, as for every window.
+        coefficients: [H, N + 1], of a ``polynomial`` without coefficients of its own.
+        sink: [H], for the denominator ``sum_plus_sink``.
+        outside_scale: [H], the factor of the weights outside the window (``outside="series"``);
+            ones if not given.
         norm_weight: [E], scale of the ``rms`` and ``layer`` norms; ones if not given.
         norm_bias: [E], shift of the ``layer`` norm; zeros if not given.
         form: ``auto``, or one of :func:`forms` (all agree up to rounding errors).
@@ -122,10 +140,17 @@ def attention(
     batch, heads, queries, _ = q.shape
     kv_heads, keys, width = v.shape[1:]
     check_extra("input_gate", input_gate, spec.input_gate, (batch, kv_heads, keys), q)
-    check_extra("output_gate", output_gate, spec.output_gate != "none", (batch, heads, queries), q)
+    gate_shape: tuple[int, ...] = (batch, heads, queries)
+    if isinstance(output_gate, Tensor) and output_gate.ndim == 4:  # per channel
+        gate_shape += (width,)
+    check_extra("output_gate", output_gate, spec.output_gate != "none", gate_shape, q)
     check_extra("length_power", length_power, spec.denominator == "learned_length", (heads,), q)
     check_extra("norm_weight", norm_weight, spec.norm in ("rms", "layer"), (width,), q, False)
     check_extra("norm_bias", norm_bias, spec.norm == "layer", (width,), q, False)
+    check_extra("coefficients", coefficients, spec.learned_coefficients, (heads, _terms(spec)), q)
+    check_extra("sink", sink, spec.denominator == "sum_plus_sink", (heads,), q)
+    check_extra("outside_scale", outside_scale, spec.outside == "series", (heads,), q, False)
+    check_decay(log_decay, spec, k, causal)
     if state is not None:
         check_state(state, spec, k, v)
 
@@ -135,15 +160,19 @@ def attention(
         if input_gate is not None:
             v = v * input_gate.unsqueeze(-1).to(v.dtype)
         chosen = choose(form, spec, q, k, v, causal=causal, mask=mask, stateful=stateful)
+        terms: dict[str, Any] = {"causal": causal, "mask": mask}
+        if log_decay is not None:
+            terms["log_decay"] = per_key_decay(log_decay, k, mask)
+        if coefficients is not None:
+            terms["coefficients"] = coefficients
         log_scale = None
         if spec.scale_free and not (chosen.maps and input_dtype == torch.float16):
             q, log_scale = _scaled_for_powers(q, k, spec, causal, mask, stateful)
         if not chosen.maps:
             q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
-        with_state: dict[str, Any] = {}
         if chosen.stateful:
-            with_state = {"state": state and state.sums, "keep_state": return_state}
-        sums = chosen.compute(q, k, v, spec, causal=causal, mask=mask, **with_state)
+            terms |= {"state": state and state.sums, "keep_state": return_state}
+        sums = chosen.compute(q, k, v, spec, **terms)
         if spec.order is not None:
             check_sums(sums, spec, state, inputs, k, mask)
         if log_scale is not None:
@@ -151,17 +180,21 @@ def attention(
         out, log_scale = sums.numerator.to(dtype), sums.log_scale
         if spec.row_sum is not None:
             if sums.weight_sum is not None:  # else the form has already divided by it
-                total, log_scale = row_sum(sums, spec, v)
+                total, log_scale = row_sum(sums, spec, v, sink)
                 out = out / total.unsqueeze(-1)
         elif spec.denominator != "none":
-            length = visible_count(queries, keys, causal, mask, q.device)
+            window = spec.hiding_window, spec.global_keys
+            length = visible_count(queries, keys, causal, mask, q.device, *window)
             if state is not None:
                 length = length + state.visible[:, None, None]
             length = length.clamp(min=1).to(dtype)
             if length_power is not None:
                 length = length ** length_power.to(dtype).unsqueeze(-1)
             out = out / length.unsqueeze(-1)
-        gate = None if output_gate is None else output_gate.unsqueeze(-1).to(dtype)
+        gate = None
+        if output_gate is not None:
+            gate = output_gate.to(dtype)
+            gate = gate if gate.ndim == 4 else gate.unsqueeze(-1)
         if gate is not None and spec.output_gate == "before_norm":
             out = out * gate
         out = normalized(out, log_scale, spec.norm, norm_weight, norm_bias)
@@ -174,6 +207,11 @@ def attention(
             return out
         assert sums.state is not None
         return out, next_state(spec, state, sums.state, mask, keys)
+
+
+def _terms(spec: AttentionSpec) -> int:
+    """Number of coefficients of a finite series."""
+    return 1 + (spec.order or 0)
 
 
 def _scaled_for_powers(

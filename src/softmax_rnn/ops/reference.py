@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -136,15 +136,22 @@ def attention(
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
     length_power: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    coefficients: Tensor | None = None,
+    sink: Tensor | None = None,
+    outside_scale: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
 ) -> Tensor:
     """The formula of :class:`AttentionSpec` in loops; arguments as :func:`softmax_rnn.attention`.
 
-    With the score ``s = scale * phi(q_t) . phi(k_s)``, clamped from above::
+    With the score ``x_ts = scale * phi(q_t) . phi(k_s)``, clamped from above::
 
-        N_t = sum_{s visible} w(s) * g_in[s] * v_s
+        w_ts = f(x_ts) * exp(g_{s+1} + ... + g_t)
+        N_t = sum_{s visible} w_ts * g_in[s] * v_s
         o_t = norm(g_out[t] * N_t / D_t)   or   g_out[t] * norm(N_t / D_t)
+
+    A decay per channel multiplies the channels of ``phi(q_t) * phi(k_s)`` instead of ``w_ts``.
 
     Returns:
         [B, H, T, E]. A row that sees no key has ``N_t = 0`` and no denominator.
@@ -159,13 +166,35 @@ def attention(
     rows = [(b, h, t) for b in range(batch) for h in range(heads) for t in range(queries)]
     for b, h, t in rows:
         kv_head = h // groups
+        position = t + keys - queries  # of the query among the keys
+        own_coefficients = None if coefficients is None else coefficients[h]
+        seen = shown[b, h // groups * groups : (h // groups + 1) * groups].any(0).any(0)
+        first = (shown[b].any(0).any(0).nonzero().flatten()[: spec.global_keys]).tolist()
         numerator = torch.zeros(v.shape[-1], dtype=q.dtype)
         weight_sum = torch.zeros((), dtype=q.dtype)
         length = 0
         for s in range(keys):
-            if not shown[b, h, t, s] or (causal and s > t + keys - queries):
+            if not shown[b, h, t, s] or (causal and s > position):
                 continue
-            w = weight(spec, scale * feature(spec, q[b, h, t]) @ feature(spec, k[b, kv_head, s]))
+            inside = spec.window is None or s > position - spec.window or s in first
+            if not inside and spec.outside == "hidden":
+                continue
+            fade = torch.zeros((), dtype=q.dtype)  # g_{s+1} + ... + g_t, of the keys that are seen
+            if log_decay is not None:
+                each = log_decay[:, None] if spec.decay == "head" else log_decay[b]
+                each = each[kv_head].expand(keys, *each.shape[2:])
+                fade = (each * seen.view(-1, *[1] * (each.ndim - 1)))[s + 1 : position + 1].sum(0)
+            product = feature(spec, q[b, h, t]) * feature(spec, k[b, kv_head, s])
+            if spec.decay == "channel":
+                product, fade = product * fade.exp(), torch.zeros((), dtype=q.dtype)
+            x = scale * product.sum()
+            if inside and spec.outside == "series":
+                w = x.exp()
+            else:
+                w = weight(spec, x, own_coefficients)
+            if not inside and outside_scale is not None:
+                w = outside_scale[h] * w
+            w = w * fade.exp()
             gate_in = 1.0 if input_gate is None else input_gate[b, kv_head, s]
             numerator = numerator + w * gate_in * v[b, kv_head, s]
             weight_sum = weight_sum + w
@@ -173,7 +202,8 @@ def attention(
         row = numerator
         if length:
             power = None if length_power is None else length_power[h]
-            row = row / denominator(spec, weight_sum, length, power)
+            height = None if sink is None else sink[h]
+            row = row / denominator(spec, weight_sum, length, power, height)
         gate_out = 1.0 if output_gate is None else output_gate[b, h, t]
         if spec.output_gate == "before_norm":
             row = norm(spec, gate_out * row, norm_weight, norm_bias)
@@ -202,20 +232,27 @@ def feature(spec: AttentionSpec, x: Tensor) -> Tensor:
     return x / x.norm()
 
 
-def weight(spec: AttentionSpec, s: Tensor) -> Tensor:
-    """``w`` of a score: exp, a single power, or exp's series up to an order."""
+def weight(spec: AttentionSpec, x: Tensor, coefficients: Tensor | None = None) -> Tensor:
+    """``f`` of a score: exp, a single power, exp's series up to an order, or any polynomial."""
     if spec.clamp is not None:
-        s = s.clamp(max=spec.clamp)
+        x = x.clamp(max=spec.clamp)
     if spec.series == "exp":
-        return s.exp()
+        return x.exp()
     assert spec.order is not None
     if spec.series == "power":
-        return s**spec.order
-    return sum((s**n / math.factorial(n) for n in range(spec.order + 1)), torch.zeros_like(s))
+        return x**spec.order
+    factors: Any = [1 / math.factorial(n) for n in range(spec.order + 1)]
+    if spec.series == "polynomial":
+        factors = spec.coefficients if coefficients is None else coefficients
+    return sum((a * x**n for n, a in enumerate(factors)), torch.zeros_like(x))
 
 
 def denominator(
-    spec: AttentionSpec, weight_sum: Tensor, length: int, length_power: Tensor | None
+    spec: AttentionSpec,
+    weight_sum: Tensor,
+    length: int,
+    length_power: Tensor | None,
+    sink: Tensor | None = None,
 ) -> Tensor | float:
     """``D_t``, from the sum of weights and the number of visible keys."""
     if spec.denominator == "learned_length":
@@ -229,6 +266,7 @@ def denominator(
         "detached_sum": total.detach(),
         "clamped_sum": weight_sum.clamp(min=1.0),
         "sum_plus_one": weight_sum + 1,
+        "sum_plus_sink": weight_sum if sink is None else weight_sum + sink.exp(),
         "length": float(length),
         "none": 1.0,
     }

@@ -24,15 +24,26 @@ MAX_RADIUS = 700.0  # a little more overflows float64
 
 
 class PowerSeries(NamedTuple):
-    """``w(x) = sum_n coefficients[n] * x**n``; ``coefficients`` is ``None`` for exp itself."""
+    """``w(x) = sum_n coefficients[n] * x**n``; ``coefficients`` is ``None`` for exp itself.
 
-    coefficients: tuple[float, ...] | None
+    A coefficient is a number, or a tensor that broadcasts to ``x``.
+    """
+
+    coefficients: tuple[float | Tensor, ...] | None
 
     @classmethod
-    def from_spec(cls, spec: AttentionSpec) -> PowerSeries:
-        """The weight series of a spec."""
+    def from_spec(cls, spec: AttentionSpec, coefficients: Tensor | None = None) -> PowerSeries:
+        """The weight series of a spec.
+
+        Learned ``coefficients`` are [..., N + 1], where the dimensions before the last one
+        broadcast to the scores.
+        """
+        if coefficients is not None:
+            return cls(coefficients.unbind(-1))
         if spec.series == "exp":
             return cls(None)
+        if spec.series == "polynomial":
+            return cls(spec.coefficients)
         assert spec.order is not None
         if spec.series == "power":
             return cls((0.0,) * spec.order + (1.0,))
@@ -44,15 +55,17 @@ class PowerSeries(NamedTuple):
             return x.exp()
         *lower, leading = self.coefficients
         if not lower:
-            return torch.full_like(x, leading)
+            return torch.zeros_like(x) + leading
         result = leading * x
-        if lower[-1]:
-            result += lower[-1]
+        if isinstance(lower[-1], Tensor) or lower[-1]:
+            result = result + lower[-1] if differentiated(result) else result.add_(lower[-1])
         # In place unless a derivative needs the intermediate results.
         reuse = None if differentiated(result) else result
         for coefficient in reversed(lower[:-1]):
+            if not isinstance(coefficient, Tensor):
+                coefficient = x.new_tensor(coefficient)
             # One fused pass: coefficient + result * x.
-            result = torch.addcmul(x.new_tensor(coefficient), result, x, out=reuse)
+            result = torch.addcmul(coefficient, result, x, out=reuse)
         return result
 
     def derivative(self) -> PowerSeries:

@@ -9,15 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from softmax_rnn._utils.errors import require_choice, unknown
 
 FeatureMap = Literal["identity", "elu1", "relu", "cosine"]
-Series = Literal["exp", "taylor", "power"]
+Series = Literal["exp", "taylor", "power", "polynomial"]
 Denominator = Literal[
-    "sum", "detached_sum", "clamped_sum", "sum_plus_one", "length", "learned_length", "none"
-]
+    "sum", "detached_sum", "clamped_sum", "sum_plus_one", "sum_plus_sink", "length",
+    "learned_length", "none",
+]  # fmt: skip
 OutputGate = Literal["none", "before_norm", "after_norm"]
 Norm = Literal["none", "l2", "rms", "layer"]
+Decay = Literal["none", "head", "token", "channel"]
+Outside = Literal["hidden", "series"]
 
 INVERSE_SQRT = "1/sqrt(d)"
 
@@ -32,16 +37,27 @@ _CHOICES = {
     "denominator": get_args(Denominator),
     "output_gate": get_args(OutputGate),
     "norm": get_args(Norm),
+    "decay": get_args(Decay),
+    "outside": get_args(Outside),
 }
 
 
 @dataclass(frozen=True)
 class RowSum:
-    """A row-sum denominator ``max(Z + offset, floor)`` of ``Z = sum_s w(s)``."""
+    """A row-sum denominator ``max(Z + offset, floor)`` of ``Z = sum_s w_ts``.
+
+    With ``sink`` the offset is ``exp(sink_h)`` of each head.
+    """
 
     offset: float = 0.0
     floor: float = 0.0
     detached: bool = False
+    sink: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is added to the sum and it has no lower bound."""
+        return not (self.offset or self.floor or self.sink)
 
 
 _ROW_SUMS = {
@@ -49,34 +65,50 @@ _ROW_SUMS = {
     "detached_sum": RowSum(detached=True),
     "clamped_sum": RowSum(floor=1.0),
     "sum_plus_one": RowSum(offset=1.0),
+    "sum_plus_sink": RowSum(sink=True),
 }
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What an attention computes, as data: the paper's equations 1 to 6 and its ablations.
+    """What an attention computes, as data: the paper's equations 1 to 6 and related systems.
 
-    With the score ``s = scale * phi(q_t) . phi(k_s)``, clamped from above at ``clamp``::
+    With the score ``x_ts = scale * phi(q_t) . phi(k_s)``, clamped from above at ``clamp``::
 
-        N_t = sum_{s visible} w(s) * g_in[s] * v_s          w(x) = sum_n a_n x^n
-        o_t = norm(g_out[t] * N_t / D_t)   or   g_out[t] * norm(N_t / D_t)
+        w_ts = f(x_ts) * exp(G_t - G_s)                     f(x) = sum_n a_n x^n
+        N_t  = sum_{s visible} w_ts * g_in[s] * v_s         D_t = sum_{s visible} w_ts, ...
+        o_t  = norm(g_out[t] * N_t / D_t)   or   g_out[t] * norm(N_t / D_t)
+
+    ``G_t`` is the sum of the log decays up to position ``t``, 0 without a decay.
 
     Attributes:
         feature_map: ``phi``: ``identity``, ``elu1`` (elu + 1), ``relu``, ``cosine`` (unit vector).
-        series: the weight ``w``: ``exp``, ``taylor`` (powers 0 to ``order`` of exp's series) or
-            ``power`` (the power ``order`` alone, coefficient 1; ``power`` 1 is linear attention).
-        order: highest power of ``taylor``, or the power of ``power``; ``None`` for ``exp``.
+        series: ``f``: ``exp``, ``taylor`` (powers 0 to ``order`` of exp's series), ``power`` (the
+            power ``order`` alone, coefficient 1; ``power`` 1 is linear attention) or
+            ``polynomial`` (any coefficients).
+        order: highest power of ``taylor`` and ``polynomial``, or the power of ``power``; ``None``
+            for ``exp``.
         clamp: upper bound of the score, or ``None``.
         scale: factor of the score: a number, or ``"1/sqrt(d)"`` of the key width; ``None`` means
             ``"1/sqrt(d)"`` for the identity map, 1 for the others.
         denominator: ``D_t``: the row sum ``sum``, ``detached_sum`` (no gradient), ``clamped_sum``
-            (at least 1), ``sum_plus_one``; ``length`` (number of visible keys), ``learned_length``
-            (that number to a learned power per head) or ``none``.
+            (at least 1), ``sum_plus_one``, ``sum_plus_sink`` (plus ``exp(sink)`` of each head);
+            ``length`` (number of visible keys), ``learned_length`` (that number to a learned power
+            per head) or ``none``.
         input_gate: whether a gate per key multiplies the values.
         output_gate: where a gate per query multiplies the output, if at all.
         norm: vector norm over the head dimension: ``none``, ``l2``, ``rms`` or ``layer``.
         epsilon: added to the row sum (``sum`` and ``detached_sum`` only).
         floor: lower bound of the row sum (``sum`` and ``detached_sum`` only).
+        decay: how earlier keys fade: ``none``; ``head``: one log decay per head; ``token``: one per
+            head and position; ``channel``: one per channel of the key, which multiplies the
+            channel's part of the score by ``exp(G_tc - G_sc)``, so that ``w_ts = f(x_ts)``.
+        coefficients: of ``polynomial``, from the constant term on; ``None`` if each head has its
+            own, which are then an argument of the operation.
+        window: number of keys that a query sees, itself included; ``None`` for all earlier ones.
+        global_keys: number of first keys that every query sees besides the window.
+        outside: keys outside the window are ``hidden``, or ``series``: then the weight is exp
+            inside the window, and outside it ``f`` times a factor per head.
 
     Raises:
         ValueError: for an invalid value; the message names the allowed values and the nearest
@@ -94,11 +126,18 @@ class AttentionSpec:
     norm: Norm = "none"
     epsilon: float = 0.0
     floor: float = 0.0
+    decay: Decay = "none"
+    coefficients: tuple[float, ...] | None = None
+    window: int | None = None
+    global_keys: int = 0
+    outside: Outside = "hidden"
 
     def __post_init__(self) -> None:
         for field, allowed in _CHOICES.items():
             require_choice(field, getattr(self, field), allowed)
+        self._check_coefficients()
         self._check_order()
+        self._check_window()
         if self.clamp is not None and not _is_number(self.clamp):
             raise ValueError(f"clamp must be a finite number or None, not {self.clamp!r}.")
         if self.scale not in (None, INVERSE_SQRT) and not (_is_number(self.scale) and self.scale):
@@ -117,6 +156,45 @@ class AttentionSpec:
                 )
         if not isinstance(self.input_gate, bool):
             raise ValueError(f"input_gate must be True or False, not {self.input_gate!r}.")
+
+    def _check_coefficients(self) -> None:
+        given: Any = self.coefficients
+        if given is None:
+            return
+        if self.series != "polynomial":
+            raise ValueError(
+                f"coefficients apply only to the series 'polynomial', not to {self.series!r}."
+            )
+        listed = isinstance(given, list | tuple)
+        if not listed or not given or not all(map(_is_number, given)) or not given[-1]:
+            raise ValueError(
+                "coefficients must be finite numbers, from the constant term on, the last one not "
+                f"0; not {given!r}."
+            )
+        if self.order not in (None, len(given) - 1):
+            raise ValueError(
+                f"order={self.order!r} needs {self.order + 1} coefficients, not {len(given)}; the "
+                "order may be left out."
+            )
+        object.__setattr__(self, "coefficients", tuple(map(float, given)))
+        object.__setattr__(self, "order", len(given) - 1)
+
+    def _check_window(self) -> None:
+        for field, low in (("window", 1), ("global_keys", 0)):
+            value = getattr(self, field)
+            if value is None and field == "window":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ValueError(f"{field} must be an integer >= {low}, not {value!r}.")
+        if self.window is None and (self.global_keys or self.outside != "hidden"):
+            raise ValueError(
+                f"global_keys={self.global_keys} and outside={self.outside!r} need a window."
+            )
+        if self.outside == "series" and (self.series == "exp" or self.clamp is not None):
+            raise ValueError(
+                "outside='series' needs a finite series without a clamp (inside the window the "
+                "weight is exp)."
+            )
 
     def _check_order(self) -> None:
         if self.series == "exp":
@@ -145,14 +223,32 @@ class AttentionSpec:
         """Whether keys and values can be summed into a state of fixed size (section 3.1).
 
         True for a finite series of the score itself. The series exp has a state of infinite size;
-        a clamped score is not an inner product, and its powers are not sums of monomials.
+        a clamped score is not an inner product, and its powers are not sums of monomials. Keys
+        that a window hides cannot be taken out of a sum.
         """
-        return self.series != "exp" and self.clamp is None
+        return self.series != "exp" and self.clamp is None and self.hiding_window is None
+
+    @property
+    def hiding_window(self) -> int | None:
+        """The window outside which keys are hidden; ``None`` if every earlier key is visible."""
+        return self.window if self.outside == "hidden" else None
+
+    @property
+    def causal_only(self) -> bool:
+        """Whether it depends on the positions of queries: with a decay or a window."""
+        return self.decay != "none" or self.window is not None
+
+    @property
+    def learned_coefficients(self) -> bool:
+        """Whether each head has its own coefficients, an argument of the operation."""
+        return self.series == "polynomial" and self.coefficients is None
 
     @property
     def sign_definite(self) -> bool:
         """Whether every weight is >= 0, so that the row sum cannot cross zero."""
-        if self.order is None or self.order % 2 == 0:  # exp, and polynomials of even order
+        if self.series == "polynomial":
+            return self.coefficients is not None and _nonnegative(self.coefficients)
+        if self.order is None or self.order % 2 == 0:  # exp and its even Taylor polynomials
             return True
         nonnegative_map = self.feature_map in ("elu1", "relu")
         return nonnegative_map and self.score_scale(1) > 0 and (self.clamp or 0) >= 0
@@ -172,7 +268,7 @@ class AttentionSpec:
     def is_quotient(self) -> bool:
         """Whether numerator and denominator scale together, so that small weights matter."""
         rule = self.row_sum
-        return self.norm == "l2" or (rule is not None and not (rule.offset or rule.floor))
+        return self.norm == "l2" or (rule is not None and rule.plain)
 
     @property
     def shifted(self) -> bool:
@@ -183,13 +279,15 @@ class AttentionSpec:
     @property
     def scale_free(self) -> bool:
         """Whether the output is the same for any factor of a row's scores: a single power."""
-        one_power = self.series == "power" and (self.order or 0) > 1 and self.clamp is None
+        alone = self.clamp is None and self.outside == "hidden"
+        one_power = self.series == "power" and (self.order or 0) > 1 and alone
         return one_power and self.feature_map in ("identity", "relu") and self.is_quotient
 
     @property
     def terms_can_cancel(self) -> bool:
         """Whether the terms of a weight (products of monomials) can have both signs."""
-        return self.feature_map in ("identity", "cosine") or self.score_scale(1) < 0
+        signed = self.learned_coefficients or min(self.coefficients or (0.0,)) < 0
+        return signed or self.feature_map in ("identity", "cosine") or self.score_scale(1) < 0
 
     @property
     def bounded(self) -> bool:
@@ -205,7 +303,10 @@ class AttentionSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as plain data; ``AttentionSpec.from_dict`` is its inverse."""
-        return dataclasses.asdict(self)
+        fields = dataclasses.asdict(self)
+        if self.coefficients is not None:
+            fields["coefficients"] = list(self.coefficients)  # as YAML and JSON have it
+        return fields
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AttentionSpec:
@@ -217,6 +318,19 @@ class AttentionSpec:
             if key not in names:
                 raise unknown("attention field", key, names)
         return cls(**data)
+
+
+def _nonnegative(coefficients: tuple[float, ...]) -> bool:
+    """Whether a polynomial is >= 0 for all numbers: no real root, except double ones."""
+    if len(coefficients) == 1:
+        return coefficients[0] >= 0
+    if len(coefficients) % 2 == 0 or coefficients[-1] < 0:
+        return False
+    extremes = np.roots(np.polynomial.polynomial.polyder(coefficients)[::-1])
+    real = extremes.real[abs(extremes.imag) <= 1e-6 * abs(extremes)]
+    lowest = np.polynomial.polynomial.polyval(real, coefficients)
+    terms = np.polynomial.polynomial.polyval(abs(real), np.abs(coefficients))
+    return bool((lowest >= -1e-12 * terms).all())
 
 
 def _is_number(value: object) -> bool:

@@ -15,7 +15,15 @@ from softmax_rnn.ops.spec import AttentionSpec
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, causal: bool, mask: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    causal: bool,
+    mask: Tensor | None,
+    log_decay: Tensor | None = None,
+    coefficients: Tensor | None = None,
 ) -> RowSums:
     """The sums, from all weights as one tensor [B, H, T, S]; autograd computes the gradients.
 
@@ -23,19 +31,34 @@ def dense(
         q: feature-mapped queries [B, H, T, D].
         k: feature-mapped keys [B, Hkv, S, D].
         v: values [B, Hkv, S, E].
-        spec: gives scale, clamp and series.
+        spec: gives scale, clamp, series and window.
         causal: whether query ``t`` sees keys up to ``t + S - T`` only.
         mask: boolean, True = visible, broadcastable to [B, H, T, S].
+        log_decay: <= 0, float64, [B, Hkv, S] or per channel [B, Hkv, S, D]; causal only.
+        coefficients: of a learned polynomial, [H, N + 1].
     """
     dtype = compute_dtype(q.dtype)
     groups = q.shape[1] // k.shape[1]
     q = q.to(dtype)
     k = k.to(dtype).repeat_interleave(groups, dim=1)
     v = v.to(dtype).repeat_interleave(groups, dim=1)
-    scores = spec.score_scale(q.shape[-1]) * (q @ k.transpose(-1, -2))
+    scale = spec.score_scale(q.shape[-1])
+    fading = None  # G_t - G_s, of weights or of the channels of a score
+    if log_decay is not None:
+        fading = _differences(log_decay.repeat_interleave(groups, dim=1), q.shape[-2]).to(dtype)
+    if spec.decay == "channel":
+        assert fading is not None
+        scores = scale * (q.unsqueeze(-2) * k.unsqueeze(-3) * fading.exp()).sum(-1)
+        fading = None
+    else:
+        scores = scale * (q @ k.transpose(-1, -2))
     if spec.clamp is not None:
         scores = scores.clamp(max=spec.clamp)
-    shown = visible(q.shape[-2], k.shape[-2], causal, mask, q.device)
+    if spec.shifted and fading is not None:
+        scores, fading = scores + fading, None
+    queries, keys = q.shape[-2], k.shape[-2]
+    window = spec.hiding_window, spec.global_keys
+    shown = visible(queries, keys, causal, mask, q.device, *window)
     if shown is not None:
         scores = scores.masked_fill(~shown, -torch.inf if spec.shifted else 0.0)
     largest = None
@@ -43,7 +66,21 @@ def dense(
         largest = scores.detach().amax(-1)
         largest = largest.masked_fill(largest == -torch.inf, 0.0)
         scores = scores - largest.unsqueeze(-1)
-    weights = PowerSeries.from_spec(spec)(scores)
+    if coefficients is not None:
+        coefficients = coefficients.to(dtype)[:, None, None]
+    weights = PowerSeries.from_spec(spec, coefficients)(scores)
+    if fading is not None:
+        weights = weights * fading.exp()
     if shown is not None:
         weights = weights.masked_fill(~shown, 0.0)
     return RowSums(weights @ v, weights.sum(-1), largest)
+
+
+def _differences(log_decay: Tensor, queries: int) -> Tensor:
+    """``G_t - G_s`` of every query and key, 0 for later keys: [B, H, T, S] or [B, H, T, S, D].
+
+    The difference of two running sums loses digits, so the sums are float64.
+    """
+    total = log_decay.cumsum(2)
+    last = total[:, :, total.shape[2] - queries :]
+    return (last.unsqueeze(3) - total.unsqueeze(2)).clamp(max=0.0)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from softmax_rnn.ops.compiler import constant_when_compiled
@@ -72,35 +73,65 @@ def no_data(x: Tensor) -> bool:
 
 
 def visible(
-    queries: int, keys: int, causal: bool, mask: Tensor | None, device: torch.device
+    queries: int,
+    keys: int,
+    causal: bool,
+    mask: Tensor | None,
+    device: torch.device,
+    window: int | None = None,
+    global_keys: int = 0,
 ) -> Tensor | None:
     """The full boolean mask, broadcastable to [B, H, T, S]; ``None`` if every key is visible.
 
-    Causal attention aligns queries to the last keys: query ``t`` sees keys up to ``t + S - T``.
+    Causal attention aligns queries to the last keys: query ``t`` sees keys up to ``t + S - T``, of
+    which a window leaves the last ``window`` and the :func:`first_visible`.
     """
     if not causal:
         return mask
-    lower = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    return lower if mask is None else lower & mask
+    shown = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    if window is not None:
+        inside = shown.triu(keys - queries - window + 1)
+        if global_keys:
+            inside = inside | (
+                shown & first_visible(mask, keys, global_keys, device)[:, None, None]
+            )
+        shown = inside
+    return shown if mask is None else shown & mask
+
+
+def first_visible(mask: Tensor | None, keys: int, count: int, device: torch.device) -> Tensor:
+    """Which keys are the first ``count`` that any query sees: boolean, [B or 1, S]."""
+    if mask is None:
+        return (torch.arange(keys, device=device) < count).unsqueeze(0)
+    shown = mask.expand(*mask.shape[:-1], keys).any(-2).any(1)
+    return shown & (shown.cumsum(-1) <= count)
 
 
 def visible_count(
-    queries: int, keys: int, causal: bool, mask: Tensor | None, device: torch.device
+    queries: int,
+    keys: int,
+    causal: bool,
+    mask: Tensor | None,
+    device: torch.device,
+    window: int | None = None,
+    global_keys: int = 0,
 ) -> Tensor:
     """Number of visible keys of every row: int64, broadcastable to [B, H, T]."""
     if mask is None:
-        if causal:
-            return torch.arange(keys - queries + 1, keys + 1, device=device)
-        return torch.full((1,), keys, device=device)
+        mask = torch.ones(1, 1, 1, keys, dtype=torch.bool, device=device)
     mask = mask.expand(*mask.shape[:-1], keys)
     if mask.shape[-2] != 1:
-        full = visible(queries, keys, causal, mask, device)
+        full = visible(queries, keys, causal, mask, device, window, global_keys)
         assert full is not None
         return full.sum(-1)
     per_key = mask.squeeze(-2)
-    if causal:
-        return per_key.cumsum(-1)[..., keys - queries :]
-    return per_key.sum(-1, keepdim=True)
+    if not causal:
+        return per_key.sum(-1, keepdim=True)
+    count = per_key.cumsum(-1)
+    if window is not None:  # of the keys before the window, the first ones remain
+        before = F.pad(count, (window, 0))[..., :keys]
+        count = count - before + before.clamp(max=global_keys)
+    return count[..., keys - queries :]
 
 
 def visible_keys(mask: Tensor, kv_heads: int) -> Tensor:

@@ -1,0 +1,47 @@
+"""Decays: earlier keys fade by ``exp(G_t - G_s)``, where ``G`` is the running sum of a log decay.
+
+Only exponents <= 0 are ever computed. ``exp(-G_s)`` alone would overflow.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from softmax_rnn.ops.forms.row_sums import no_data, visible_keys
+from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.validation import check_extra
+
+MIN_LOG_DECAY = -1e4  # its exponential is 0 in float64
+
+
+def check_decay(log_decay: Tensor | None, spec: AttentionSpec, k: Tensor, causal: bool) -> None:
+    """Raise ``ValueError`` for a decay or window that does not fit the spec and keys ``k``."""
+    if not causal and spec.causal_only:
+        raise ValueError(
+            "A decay or a window needs causal=True: it depends on the positions of queries, which "
+            "are the last ones of the keys."
+        )
+    shapes = {"head": k.shape[1:2], "token": k.shape[:3], "channel": k.shape}
+    check_extra("log_decay", log_decay, spec.decay != "none", tuple(shapes.get(spec.decay, ())), k)
+    if log_decay is None:
+        return
+    if not log_decay.is_floating_point():
+        raise ValueError(f"log_decay must be of a floating-point dtype, not {log_decay.dtype}.")
+    if not no_data(log_decay) and not (log_decay <= 0).all():
+        raise ValueError(
+            f"log_decay must be <= 0; the largest is {float(log_decay.detach().max()):.3g}."
+        )
+
+
+def per_key_decay(log_decay: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """The decay of every key, [B, Hkv, S] or [B, Hkv, S, D] in float64; 0 for hidden keys."""
+    # The difference of two running sums loses digits; MPS devices have no float64.
+    log_decay = log_decay.to(torch.float32 if k.device.type == "mps" else torch.float64)
+    if log_decay.ndim == 1:
+        log_decay = log_decay[:, None].expand(k.shape[:3])
+    log_decay = log_decay.clamp(min=MIN_LOG_DECAY)
+    if mask is None:
+        return log_decay
+    hidden = ~visible_keys(mask, k.shape[1])
+    return log_decay.masked_fill(hidden if log_decay.ndim == 4 else hidden.squeeze(-1), 0.0)
