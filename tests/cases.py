@@ -65,6 +65,14 @@ WIDENED: dict[str, sr.AttentionSpec] = {
     "window_global": sr.AttentionSpec(window=7, global_keys=3),
     "window_one": sr.AttentionSpec(window=1, global_keys=1, denominator="length"),
     "window_decay": sr.AttentionSpec(window=9, global_keys=2, decay="token"),
+    "window_taylor": sr.AttentionSpec(series="taylor", order=2, window=6, outside="series"),
+    "window_taylor_token": sr.AttentionSpec(
+        series="taylor", order=3, window=6, outside="series", decay="token", floor=1.0
+    ),
+    "window_polynomial_channel": sr.AttentionSpec(
+        **{"series": "polynomial", "order": 2, "window": 3, "outside": "series"},
+        **{"decay": "channel", "denominator": "length", "feature_map": "elu1"},
+    ),
     "window_power": sr.AttentionSpec(series="power", order=3, window=5, norm="l2"),
 }
 

@@ -6,6 +6,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -82,6 +83,8 @@ FORMS: dict[str, Form] = {
 def forms(spec: AttentionSpec | str, device: torch.device | str = "cpu") -> tuple[str, ...]:
     """The names of the forms that can compute ``spec`` on ``device``."""
     spec, kind = resolve(spec), torch.device(device).type
+    if spec.outside == "series":  # every form that computes the series takes the window as well
+        spec = replace(spec, window=None, outside="hidden")
     return tuple(name for name, form in FORMS.items() if form.supports(spec, kind))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -10,15 +11,22 @@ from torch import Tensor
 
 from softmax_rnn.ops.decay import check_decay, per_key_decay
 from softmax_rnn.ops.denominators import row_sum
-from softmax_rnn.ops.dispatch import choose
+from softmax_rnn.ops.dispatch import FORMS, choose, forms
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.finite import check_output, check_sums
-from softmax_rnn.ops.forms.row_sums import compute_dtype, no_autocast, visible_count, visible_keys
+from softmax_rnn.ops.forms.row_sums import (
+    RowSums,
+    compute_dtype,
+    no_autocast,
+    visible_count,
+    visible_keys,
+)
 from softmax_rnn.ops.norms import normalized
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State, check_state, next_state
 from softmax_rnn.ops.validation import check_extra, check_tensors, checked_mask
 from softmax_rnn.ops.variants import resolve
+from softmax_rnn.ops.window import window_and_series
 
 
 class _Options(TypedDict, total=False):
@@ -155,28 +163,21 @@ def attention(
         check_state(state, spec, k, v)
 
     input_dtype, dtype, inputs = q.dtype, compute_dtype(q.dtype), (q, k, v)
-    stateful = state is not None or return_state
     with no_autocast(q.device.type):
         if input_gate is not None:
             v = v * input_gate.unsqueeze(-1).to(v.dtype)
-        chosen = choose(form, spec, q, k, v, causal=causal, mask=mask, stateful=stateful)
-        terms: dict[str, Any] = {"causal": causal, "mask": mask}
+        terms: dict[str, Any] = {"mask": mask, "state": state, "keep_state": return_state}
         if log_decay is not None:
             terms["log_decay"] = per_key_decay(log_decay, k, mask)
         if coefficients is not None:
             terms["coefficients"] = coefficients
-        log_scale = None
-        if spec.scale_free and not (chosen.maps and input_dtype == torch.float16):
-            q, log_scale = _scaled_for_powers(q, k, spec, causal, mask, stateful)
-        if not chosen.maps:
-            q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
-        if chosen.stateful:
-            terms |= {"state": state and state.sums, "keep_state": return_state}
-        sums = chosen.compute(q, k, v, spec, **terms)
-        if spec.order is not None:
-            check_sums(sums, spec, state, inputs, k, mask)
-        if log_scale is not None:
-            sums = sums._replace(log_scale=log_scale)
+        recent = None
+        if spec.outside == "series":
+            compute = functools.partial(_sums_of_part, form)
+            terms["outside_scale"] = outside_scale
+            sums, recent = window_and_series(compute, q, k, v, spec, **terms)
+        else:
+            sums = _sums(form, spec, q, k, v, causal=causal, **terms)
         out, log_scale = sums.numerator.to(dtype), sums.log_scale
         if spec.row_sum is not None:
             if sums.weight_sum is not None:  # else the form has already divided by it
@@ -206,7 +207,46 @@ def attention(
         if not return_state:
             return out
         assert sums.state is not None
-        return out, next_state(spec, state, sums.state, mask, keys)
+        return out, next_state(spec, state, sums.state, recent, mask, keys)
+
+
+def _sums(
+    form: str,
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    mask: Tensor | None,
+    state: State | None = None,
+    keep_state: bool = False,
+    **decay_and_coefficients: Tensor | None,
+) -> RowSums:
+    """The sums of a spec, by the chosen form, of queries and keys before the feature map."""
+    inputs, stateful = (q, k, v), state is not None or keep_state
+    chosen = choose(form, spec, q, k, v, causal=causal, mask=mask, stateful=stateful)
+    log_scale = None
+    if spec.scale_free and not (chosen.maps and q.dtype == torch.float16):
+        q, log_scale = _scaled_for_powers(q, k, spec, causal, mask, stateful)
+    if not chosen.maps:
+        q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
+    options: dict[str, Any] = {
+        name: x for name, x in decay_and_coefficients.items() if x is not None
+    }
+    if chosen.stateful:
+        options |= {"state": state and state.sums, "keep_state": keep_state}
+    sums = chosen.compute(q, k, v, spec, causal=causal, mask=mask, **options)
+    if spec.order is not None:
+        check_sums(sums, spec, state, inputs, k, mask)
+    return sums if log_scale is None else sums._replace(log_scale=log_scale)
+
+
+def _sums_of_part(form: str, spec: AttentionSpec, q: Tensor, *args: Any, **options: Any) -> RowSums:
+    """The sums of a window or of a series; a window takes another form if it has no such form."""
+    if form in FORMS and spec.window is not None and form not in forms(spec, q.device):
+        form = "auto"
+    return _sums(form, spec, q, *args, **options)
 
 
 def _terms(spec: AttentionSpec) -> int:

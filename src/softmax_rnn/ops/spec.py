@@ -190,6 +190,8 @@ class AttentionSpec:
             raise ValueError(
                 f"global_keys={self.global_keys} and outside={self.outside!r} need a window."
             )
+        if self.outside == "series" and self.global_keys:
+            raise ValueError("outside='series' has no global keys: a query sees every key anyway.")
         if self.outside == "series" and (self.series == "exp" or self.clamp is not None):
             raise ValueError(
                 "outside='series' needs a finite series without a clamp (inside the window the "

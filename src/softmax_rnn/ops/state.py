@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +21,26 @@ from softmax_rnn.ops.spec import AttentionSpec
 
 # Fewer bytes are assumed to fit: reading the free memory takes longer than using it.
 _SMALL = 2**26
+
+
+class Recent(NamedTuple):
+    """The keys of the last window, for a spec whose series covers the keys outside it.
+
+    Attributes:
+        k: after the feature map, [B, Hkv, W, D].
+        v: [B, Hkv, W, E].
+        visible: [B, W]; keys before the first are hidden.
+        log_decay: [B, Hkv, W] or [B, Hkv, W, D], ``None`` without a decay.
+    """
+
+    k: Tensor
+    v: Tensor
+    visible: Tensor
+    log_decay: Tensor | None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Recent:
+        """The same with ``function`` of every tensor."""
+        return Recent(*(None if x is None else function(x) for x in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,30 +56,39 @@ class State:
             tokens.
         visible: number of visible keys so far, for the length denominators; [B], int64.
         tokens: number of positions so far, hidden ones included.
+        recent: the keys inside the window, which ``sums`` does not contain yet; ``None`` for a
+            spec without a window.
     """
 
     spec: AttentionSpec
     sums: Tensor
     visible: Tensor
     tokens: int
+    recent: Recent | None = None
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self.sums.nbytes + self.visible.nbytes
+        recent = sum(x.nbytes for x in self.recent or () if x is not None)
+        return self.sums.nbytes + self.visible.nbytes + recent
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> State:
+        """The same with ``function`` of every tensor."""
+        recent = None if self.recent is None else self.recent.map(function)
+        sums, visible = function(self.sums), function(self.visible)
+        return replace(self, sums=sums, visible=visible, recent=recent)
 
     def select(self, batch: Tensor) -> State:
         """The state of some rows of the batch, in the order of the indices ``batch`` [B']."""
-        sums, visible = (x.index_select(0, batch.to(x.device)) for x in (self.sums, self.visible))
-        return replace(self, sums=sums, visible=visible)
+        return self.map(lambda x: x.index_select(0, batch.to(x.device)))
 
     def detach(self) -> State:
         """The state without its autograd graph, for truncated backpropagation through time."""
-        return replace(self, sums=self.sums.detach())
+        return self.map(Tensor.detach)
 
     def to(self, device: torch.device | str) -> State:
         """The state on another device."""
-        return replace(self, sums=self.sums.to(device), visible=self.visible.to(device))
+        return self.map(lambda x: x.to(device))
 
 
 def check_state(state: State, spec: AttentionSpec, k: Tensor, v: Tensor) -> None:
@@ -73,6 +104,9 @@ def check_state(state: State, spec: AttentionSpec, k: Tensor, v: Tensor) -> None
             f"The state's sums must have shape {list(shape)} for these inputs, "
             f"not {list(state.sums.shape)}."
         )
+    recent = 0 if state.recent is None else state.recent.k.shape[2]
+    if recent != (spec.window or 0):
+        raise ValueError(f"The state must hold {spec.window or 0} recent keys, not {recent}.")
     dtype = compute_dtype(k.dtype)
     if state.sums.dtype != dtype or state.sums.device != k.device:
         raise ValueError(
@@ -82,15 +116,20 @@ def check_state(state: State, spec: AttentionSpec, k: Tensor, v: Tensor) -> None
 
 
 def next_state(
-    spec: AttentionSpec, state: State | None, sums: Tensor, mask: Tensor | None, keys: int
+    spec: AttentionSpec,
+    state: State | None,
+    sums: Tensor,
+    recent: Recent | None,
+    mask: Tensor | None,
+    keys: int,
 ) -> State:
     """The state after ``keys`` more positions; ``mask`` [B, 1, 1, S] says which are visible."""
     visible = sums.new_full((sums.shape[0],), keys, dtype=torch.int64)
     if mask is not None:
         visible = mask.expand(*sums.shape[:1], 1, 1, keys).sum(dim=(1, 2, 3))
     if state is None:
-        return State(spec, sums, visible, keys)
-    return State(spec, sums, state.visible + visible, state.tokens + keys)
+        return State(spec, sums, visible, keys, recent)
+    return State(spec, sums, state.visible + visible, state.tokens + keys, recent)
 
 
 def fits(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> bool:

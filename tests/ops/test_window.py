@@ -1,0 +1,76 @@
+"""A window and a series under one denominator: its state, at any split of the sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import softmax_rnn as sr
+from cases import WIDENED, Case, Shape, make_case
+
+NAMES = [name for name, spec in WIDENED.items() if spec.outside == "series"]
+SPLITS = [(40,), (1,) * 40, (17, 1, 22), (3, 30, 7)]
+
+
+def drawn(name: str, mask: str = "none") -> Case:
+    return make_case(WIDENED[name], mask=mask, shape=Shape(queries=40, keys=40))
+
+
+def pieces(case: Case, start: int, stop: int) -> dict[str, Any]:
+    """The inputs of some positions."""
+    found: dict[str, Tensor] = {}
+    for key, x in case.tensors.items():
+        per_token = key in ("q", "k", "v") or (key == "log_decay" and x.ndim > 1)
+        found[key] = x[:, :, start:stop] if per_token else x
+    if case.mask is not None:
+        found["mask"] = case.mask[..., start:stop]
+    return found
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("mask", ["none", "padding"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_at_any_split(name: str, mask: str, split: tuple[int, ...]) -> None:
+    case = drawn(name, mask)
+    expected = case.run(sr.attention, form="dense")
+    inputs = {key: x.clone().requires_grad_() for key, x in case.tensors.items()}
+    tracked = dataclasses.replace(case, tensors=inputs)
+    outs, state, start = [], None, 0
+    for length in split:
+        out, state = sr.attention(
+            spec=case.spec, state=state, return_state=True, **pieces(tracked, start, start + length)
+        )
+        outs.append(out)
+        start += length
+    out = torch.cat(outs, dim=2)
+    torch.testing.assert_close(out, expected["out"], rtol=1e-9, atol=1e-10)
+    grads = torch.autograd.grad(out, list(inputs.values()), case.upstream)
+    for key, grad in zip(inputs, grads, strict=True):
+        torch.testing.assert_close(grad, expected[key], rtol=1e-8, atol=1e-9, msg=key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_keeps_its_size(name: str) -> None:
+    case = drawn(name)
+    sizes = set()
+    state = None
+    for start in range(0, 40, 4):
+        _, state = sr.attention(
+            spec=case.spec, state=state, return_state=True, **pieces(case, start, start + 4)
+        )
+        sizes.add(state.nbytes)
+    assert len(sizes) == 1
+    assert state is not None
+    assert state.tokens == 40
+
+
+def test_a_state_of_another_window_is_refused() -> None:
+    case = drawn("window_taylor")
+    _, state = sr.attention(spec=case.spec, return_state=True, **pieces(case, 0, 20))
+    cut = dataclasses.replace(state, recent=None)
+    with pytest.raises(ValueError, match="must hold 6 recent keys, not 0"):
+        sr.attention(spec=case.spec, state=cut, **pieces(case, 20, 40))
