@@ -18,6 +18,7 @@ from torch import Tensor
 import softmax_rnn as sr
 from cases import MASKS, Case, Shape, assert_close, make_case
 from fuzzing import fuzzed, time_limit
+from softmax_rnn.ops.decay import differences, per_key_decay
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.row_sums import compute_dtype, visible, visible_count
 from softmax_rnn.ops.norms import NORM_EPS
@@ -37,12 +38,15 @@ def cases(draw: st.DrawFn) -> tuple[Case, torch.dtype]:
     queries, past = draw(st.integers(1, 40)), draw(st.integers(0, 9))
     heads, kv_heads = draw(st.sampled_from([(2, 1), (2, 2), (3, 1)]))
     shape = Shape(1, heads, kv_heads, queries, queries + past, width, value_width)
+    spec = draw(specs())
     case = make_case(
-        draw(specs()),
-        causal=draw(st.booleans()),
+        spec,
+        causal=spec.causal_only or draw(st.booleans()),
         mask=draw(st.sampled_from(MASKS)),
         shape=shape,
         seed=draw(st.integers(0, 999)),
+        decay=draw(st.sampled_from([1e-8, 1e-3, 0.1, 1.0, 100.0, 1e4])),
+        gate_per_channel=draw(st.booleans()),
     )
     dtype = draw(
         st.sampled_from(
@@ -64,6 +68,22 @@ def cases(draw: st.DrawFn) -> tuple[Case, torch.dtype]:
     return dataclasses.replace(case, tensors=tensors, upstream=upstream, layouts=layout), dtype
 
 
+def series_and_doubts(
+    spec: sr.AttentionSpec, extras: dict[str, Tensor], scores: Tensor, sizes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The weights of scores, and what their rounding errors are in proportion to."""
+    coefficients = None
+    if spec.learned_coefficients:
+        coefficients = extras["coefficients"][:, None, None]
+    series = PowerSeries.from_spec(spec, coefficients)
+    weights = series(scores)
+    if series.coefficients is None:
+        return weights, weights * (1 + sizes)
+    powers = [(n + 1) * abs(a) for n, a in enumerate(series.coefficients)]
+    doubts = PowerSeries(tuple(powers))(sizes)
+    return weights, doubts if spec.scale_free else doubts + 1e-30  # what is smaller may vanish
+
+
 def errors(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """What rounding can make of the outputs.
 
@@ -82,22 +102,37 @@ def errors(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scale = spec.score_scale(q.shape[-1])
     scores = scale * q @ k.mT
     sizes = abs(scale) * q.norm(dim=-1, keepdim=True) * k.norm(dim=-1).unsqueeze(-2)
+    fade = torch.zeros_like(scores)  # log of what a decay leaves
+    if "log_decay" in extras:
+        decay = per_key_decay(extras["log_decay"], case.tensors["k"], case.mask)
+        fade = differences(decay.repeat_interleave(groups, dim=1), q.shape[2])
+    if spec.decay == "channel":
+        channels = q.unsqueeze(-2) * k.unsqueeze(-3) * fade.exp()
+        scores, fade = scale * channels.sum(-1), fade.amin(-1)
+        sizes = abs(scale) * (channels.abs() * (1 + fade.abs()).unsqueeze(-1)).sum(-1)
     if spec.clamp is not None:
         scores = scores.clamp(max=spec.clamp)
-    series = PowerSeries.from_spec(spec)
-    weights = series(scores)
-    if series.coefficients is None:
-        doubts = weights * (1 + sizes)
+    weights, doubts = series_and_doubts(spec, extras, scores, sizes)
+    if series_and_window := spec.outside == "series":
+        near = sr.AttentionSpec(feature_map=spec.feature_map)
+        window = visible(*scores.shape[2:], True, case.mask, q.device, spec.window)
+        scale = extras["outside_scale"][:, None, None]
+        inside = series_and_doubts(near, extras, scores, sizes)
+        weights, doubts = (
+            torch.where(window, x, y * scale)
+            for x, y in zip(inside, (weights, doubts), strict=True)
+        )
+    if spec.series == "exp" or series_and_window:
         if spec.feature_map in ("elu1", "cosine"):  # the fused kernels take features in dtype
             doubts = doubts * max(1.0, torch.finfo(dtype).eps / eps)
         doubts[sizes > 1e6] = math.inf
         doubts[scores.abs().amax(-1) > 600] = math.inf  # weights beyond float64
-    else:
-        powers = [(n + 1) * a for n, a in enumerate(series.coefficients)]
-        doubts = PowerSeries(tuple(powers))(sizes)
-        if not spec.scale_free:
-            doubts = doubts + 1e-30  # what is smaller may vanish
-    shown = visible(q.shape[2], k.shape[2], case.causal, case.mask, q.device)
+    if spec.decay != "channel":
+        weights, doubts = weights * fade.exp(), doubts * fade.exp() * (1 + fade.abs())
+    if spec.decay != "none":  # the smallest weights may vanish
+        doubts = torch.where(fade < -60, doubts.abs() + weights.abs() / eps, doubts)
+    window = (spec.hiding_window, spec.global_keys)
+    shown = visible(q.shape[2], k.shape[2], case.causal, case.mask, q.device, *window)
     if shown is not None:
         weights, doubts = (x.masked_fill(~shown, 0.0) for x in (weights, doubts))
     if "input_gate" in extras:
@@ -110,20 +145,23 @@ def errors(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     largest = torch.stack([error.max(), doubt.max()]).max() / eps
     if spec.row_sum is not None:
         total = weight_sum + spec.row_sum.offset
+        if spec.row_sum.sink:
+            total = total + extras["sink"].unsqueeze(-1).exp()
         if spec.row_sum.floor:
             total = total.clamp(min=spec.row_sum.floor)
         total = total.masked_fill(total == 0, 1.0)
         out = out / total.unsqueeze(-1)
         error = (error + out.norm(dim=-1) * doubt) / total.abs()
     elif spec.denominator != "none":
-        count = visible_count(q.shape[2], k.shape[2], case.causal, case.mask, q.device)
+        count = visible_count(q.shape[2], k.shape[2], case.causal, case.mask, q.device, *window)
         count = count.clamp(min=1).double()
         if spec.denominator == "learned_length":
             count = count ** extras["length_power"].unsqueeze(-1)
         out, error = out / count.unsqueeze(-1), error / count
     if "output_gate" in extras and (spec.norm == "none" or spec.output_gate == "before_norm"):
         gate = extras["output_gate"]
-        out, error = out * gate.unsqueeze(-1), error * gate
+        gate = gate if gate.ndim == 4 else gate.unsqueeze(-1)
+        out, error = out * gate, error * gate.amax(-1)
     if spec.norm != "none":
         if spec.norm == "layer":
             error = error + eps * out.norm(dim=-1)

@@ -45,3 +45,13 @@ def per_key_decay(log_decay: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         return log_decay
     hidden = ~visible_keys(mask, k.shape[1])
     return log_decay.masked_fill(hidden if log_decay.ndim == 4 else hidden.squeeze(-1), 0.0)
+
+
+def differences(log_decay: Tensor, queries: int) -> Tensor:
+    """``G_t - G_s`` of every query and key, 0 for later keys: [B, H, T, S] or [B, H, T, S, D].
+
+    The difference of two running sums loses digits, so the sums are float64.
+    """
+    total = log_decay.cumsum(2)
+    last = total[:, :, total.shape[2] - queries :]
+    return (last.unsqueeze(3) - total.unsqueeze(2)).clamp(max=0.0)

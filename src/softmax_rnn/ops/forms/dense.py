@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from softmax_rnn.ops.decay import differences
 from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, visible
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec
@@ -45,7 +46,7 @@ def dense(
     scale = spec.score_scale(q.shape[-1])
     fading = None  # G_t - G_s, of weights or of the channels of a score
     if log_decay is not None:
-        fading = _differences(log_decay.repeat_interleave(groups, dim=1), q.shape[-2]).to(dtype)
+        fading = differences(log_decay.repeat_interleave(groups, dim=1), q.shape[-2]).to(dtype)
     if spec.decay == "channel":
         assert fading is not None
         scores = scale * (q.unsqueeze(-2) * k.unsqueeze(-3) * fading.exp()).sum(-1)
@@ -74,13 +75,3 @@ def dense(
     if shown is not None:
         weights = weights.masked_fill(~shown, 0.0)
     return RowSums(weights @ v, weights.sum(-1), largest)
-
-
-def _differences(log_decay: Tensor, queries: int) -> Tensor:
-    """``G_t - G_s`` of every query and key, 0 for later keys: [B, H, T, S] or [B, H, T, S, D].
-
-    The difference of two running sums loses digits, so the sums are float64.
-    """
-    total = log_decay.cumsum(2)
-    last = total[:, :, total.shape[2] - queries :]
-    return (last.unsqueeze(3) - total.unsqueeze(2)).clamp(max=0.0)
