@@ -15,6 +15,7 @@ from torch import Tensor
 import softmax_rnn as sr
 from cases import Shape, make_case
 from softmax_rnn.ops import variants as variants_module
+from softmax_rnn.ops.systems import SYSTEMS
 
 # What the authors' training code computes, from scores s (causal ones are masked after): the
 # weights before the mask, then what becomes of the rows. t is the number of visible keys.
@@ -84,7 +85,7 @@ def _power(t: Tensor, extras: dict[str, Tensor]) -> Tensor:
     return t ** extras["length_power"][:, None, None]
 
 
-@pytest.mark.parametrize("name", sr.variants())
+@pytest.mark.parametrize("name", [*AUTHORS, *LINEAR])
 def test_variant_is_the_authors(name: str) -> None:
     case = make_case(sr.variant(name), shape=SHAPE, spread=1.5)
     e = case.tensors
@@ -118,7 +119,9 @@ def test_epsilons_are_those_of_the_authors_modules(
 
 
 def test_every_row_has_its_formula() -> None:
-    assert {*AUTHORS, *LINEAR} == set(sr.variants())
+    """Those of related systems are in test_systems.py."""
+    assert {*AUTHORS, *LINEAR} == set(variants_module._PAPER)
+    assert {*variants_module._PAPER, *SYSTEMS} == set(sr.variants())
 
 
 def test_names() -> None:
