@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,30 +36,41 @@ class State:
             tokens.
         visible: number of visible keys so far, for the length denominators; [B], int64.
         tokens: number of positions so far, hidden ones included.
+        inputs: of a layer with a short convolution, its last inputs [B, width - 1, channels].
     """
 
     spec: AttentionSpec
     sums: Tensor
     visible: Tensor
     tokens: int
+    inputs: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self.sums.nbytes + self.visible.nbytes
+        return sum(x.nbytes for x in self.tensors.values())
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by their names; the first dimension of each is the batch."""
+        found = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: x for name, x in found if isinstance(x, Tensor)}
 
     def select(self, batch: Tensor) -> State:
         """The state of some rows of the batch, in the order of the indices ``batch`` [B']."""
-        sums, visible = (x.index_select(0, batch.to(x.device)) for x in (self.sums, self.visible))
-        return replace(self, sums=sums, visible=visible)
+        return self._map(lambda x: x.index_select(0, batch.to(x.device)))
 
     def detach(self) -> State:
         """The state without its autograd graph, for truncated backpropagation through time."""
-        return replace(self, sums=self.sums.detach())
+        return self._map(Tensor.detach)
 
     def to(self, device: torch.device | str) -> State:
         """The state on another device."""
-        return replace(self, sums=self.sums.to(device), visible=self.visible.to(device))
+        return self._map(lambda x: x.to(device))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> State:
+        changed: dict[str, Any] = {name: function(x) for name, x in self.tensors.items()}
+        return replace(self, **changed)
 
 
 def check_state(state: State, spec: AttentionSpec, k: Tensor, v: Tensor) -> None:

@@ -212,7 +212,8 @@ def _of_order(family: str, spec: Spec, order: int) -> Spec:
             f"variant {family!r} has no order (given: {order!r}); "
             f"variants with an order: {', '.join(FAMILIES)}."
         )
-    spec = replace(spec, **{FAMILIES[family]: order})
+    changed: dict[str, Any] = {FAMILIES[family]: order}
+    spec = replace(spec, **changed)
     if spec.series == "taylor" and spec.row_sum and not spec.sign_definite:
         return replace(spec, floor=_ODD_FLOOR)
     return spec
