@@ -79,9 +79,10 @@ class LlamaAttention(Attention):
         Log decays are further channels of the cached keys.
 
         Raises:
-            ValueError: with a short convolution, whose last inputs no such cache holds.
+            ValueError: with a short convolution, whose last inputs no such cache holds, unless
+                these are the first tokens.
         """
-        if self.short_convolution is not None:
+        if self.short_convolution is not None and cache.get_seq_length(self.layer_idx):
             raise ValueError(
                 f"A {type(cache).__name__} does not hold the last inputs of a short convolution: "
                 "use a RecurrentCache (for a finite series), or use_cache=False."

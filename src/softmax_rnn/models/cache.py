@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from softmax_rnn._utils.files import file_aside
+from softmax_rnn.ops.dispatch import FORMS, forms
 from softmax_rnn.ops.forms.row_sums import compute_dtype
 from softmax_rnn.ops.layer_maps import key_width
 from softmax_rnn.ops.monomials import state_size
@@ -150,7 +151,7 @@ class RecurrentLayer(CacheLayerMixin):
 def recurrent_bytes(config: Any, dtype: torch.dtype, batch: int = 1) -> int | None:
     """Bytes of a recurrent cache for a model of ``config``; ``None`` if it can have none."""
     spec = config.spec
-    if not spec.has_state:
+    if not any(FORMS[form].stateful for form in forms(spec)):
         return None
     width = key_width(config.options, config.head_dim)
     size = state_size(spec, width, config.head_dim) * compute_dtype(dtype).itemsize
