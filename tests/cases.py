@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -75,6 +75,23 @@ WIDENED: dict[str, sr.AttentionSpec] = {
     ),
     "window_power": sr.AttentionSpec(series="power", order=3, window=5, norm="l2"),
 }
+
+
+# The variants of the operation for any queries and keys. The others are for features of the layer's
+# own, without which their row sums cross zero (test_systems.py), or have no form yet.
+_FOR_FEATURES = {"performer", "rfa", "cosformer", "hedgehog"}
+_NOT_YET = {"window_taylor"}
+VARIANTS = tuple(name for name in sr.variants() if name not in _FOR_FEATURES | _NOT_YET)
+
+
+def with_directions(names: Iterable[str]) -> list[tuple[str, bool]]:
+    """Each name with ``causal`` True and, if its spec has both, False."""
+    return [
+        (name, causal)
+        for name in names
+        for causal in (True, False)
+        if causal or name not in sr.variants() or not sr.variant(name).causal_only
+    ]
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from softmax_rnn.ops.cost import crossover
 from softmax_rnn.ops.dispatch import forms
 from softmax_rnn.ops.layer import Attention
+from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.monomials import state_size
 from softmax_rnn.ops.operation import attention
 from softmax_rnn.ops.series import order_for, remainder_bound
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State
 from softmax_rnn.ops.stream import Stream
-from softmax_rnn.ops.variants import register_variant, variant, variants
+from softmax_rnn.ops.variants import layer_options, register_variant, variant, variants
 
 if TYPE_CHECKING:
     from softmax_rnn.models import (
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Attention",
     "AttentionSpec",
+    "LayerOptions",
     "RecurrentCache",
     "SoftmaxRNNConfig",
     "SoftmaxRNNForCausalLM",
@@ -42,6 +44,7 @@ __all__ = [
     "crossover",
     "forms",
     "from_llama",
+    "layer_options",
     "order_for",
     "register_variant",
     "remainder_bound",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fuzzing import fuzzed, mutated, outcome, time_limit
 from softmax_rnn import AttentionSpec, forms, variant, variants
 from softmax_rnn.ops.series import PowerSeries
-from softmax_rnn.ops.variants import FAMILIES
+from softmax_rnn.ops.variants import DECAY_SUFFIX, FAMILIES
 
 SPECS = [spec.to_dict() for spec in variants().values()]
 
@@ -44,7 +44,7 @@ def test_specs(data: Any) -> None:
 
 
 _NAMES = st.one_of(
-    st.sampled_from([*variants(), *(f"{family}:3" for family in FAMILIES)]),
+    st.sampled_from([*variants(), *(f"{family}:3" for family in FAMILIES), "gate+decay"]),
     st.tuples(
         st.sampled_from([*FAMILIES, "softmax", "softmax_l2", ""]),
         st.sampled_from([":", "::", " :", ""]),
@@ -63,6 +63,7 @@ def test_names_of_variants(name: str, order: Any) -> None:
     found = outcome(lambda: variant(name, order=order))
     if found.error is None:
         _check(found.value)
-        _, colon, suffix = name.partition(":")
+        family, colon, suffix = name.removesuffix(DECAY_SUFFIX).partition(":")
         if colon or order is not None:
-            assert found.value.order == (int(suffix) if colon else order)
+            number = getattr(found.value, FAMILIES[family])
+            assert number == (int(suffix) if colon else order)

@@ -11,9 +11,10 @@ from transformers.cache_utils import DynamicCache
 
 import softmax_rnn as sr
 from softmax_rnn.models.cache import key_value_bytes, recurrent_bytes
-from test_modeling import GREEDY, build
+from softmax_rnn.ops.dispatch import FORMS
+from test_modeling import GREEDY, NAMES, build
 
-FINITE = [name for name, spec in sr.variants().items() if spec.has_state]
+FINITE = [name for name in NAMES if any(FORMS[form].stateful for form in sr.forms(name))]
 
 
 @pytest.mark.parametrize("name", FINITE)
@@ -114,6 +115,57 @@ def test_saved_and_restored(tmp_path: Path, batch: dict[str, torch.Tensor]) -> N
         for each in (cache, restored)
     ]
     assert torch.equal(*after)
+
+
+CONVOLVED = {"layer_options": {"short_convolution": 3}}
+
+
+def convolved(name: str) -> sr.SoftmaxRNNForCausalLM:
+    """A model whose convolutions are not the identity."""
+    model = build(name, **CONVOLVED)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            kernel = layer.self_attn.short_convolution.kernel
+            kernel.copy_(torch.randn_like(kernel))
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
+@pytest.mark.parametrize("name", ["taylor:2", "cosformer"])
+def test_convolutions_keep_their_inputs(
+    name: str, options: dict, batch: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    model = convolved(name)
+    settings = {**GREEDY, **options}
+    expected = model.generate(**batch, **settings, use_cache=False)
+    assert not torch.equal(build(name).generate(**batch, **settings, use_cache=False), expected)
+    found = model.generate(**batch, **settings, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, expected)
+    cache = found.past_key_values
+    assert type(cache) is sr.RecurrentCache
+    cache.save(tmp_path / "cache.safetensors")
+    restored = sr.RecurrentCache.load(tmp_path / "cache.safetensors")
+    assert torch.equal(restored.layer(1).state.inputs, cache.layer(1).state.inputs)
+    alone = {key: x[1:, 9:] for key, x in batch.items()}
+    assert torch.equal(model.generate(**alone, **settings)[0], expected[1, 9:])
+
+
+def test_convolutions_without_states_take_no_cache(batch: dict[str, torch.Tensor]) -> None:
+    model = convolved("softmax")
+    assert model.new_cache() is None
+    expected = model.generate(**batch, **GREEDY, use_cache=False)
+    assert torch.equal(model.generate(**batch, **GREEDY), expected)
+    with pytest.raises(ValueError, match="DynamicCache does not hold the last inputs of a short"):
+        model.generate(**batch, **GREEDY, cache_implementation="dynamic")
+
+
+@pytest.mark.parametrize("name", ["softmax", "softmax+decay", "gla", "based", "performer", "rfa"])
+def test_the_size_of_a_key_value_cache(name: str) -> None:
+    model, cache = build(name), DynamicCache()
+    model(torch.ones(2, 7, dtype=torch.long), past_key_values=cache)
+    found = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert found == key_value_bytes(model.config, torch.float32, 7, batch=2)
 
 
 def test_older_transformers_ask_by_another_name() -> None:

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+import softmax_rnn as sr
 from softmax_rnn.models import from_llama
 from test_modeling import GREEDY, TINY, build
 
@@ -204,3 +205,33 @@ def test_a_source_read_from_a_quantized_file() -> None:
 def test_a_source_that_is_no_model_is_named(source: object) -> None:
     with pytest.raises(ValueError, match="the source must be a loaded model"):
         from_llama(source, "norm")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["taylorshift", "hedgehog", "mamba2", "gla", "softmax+decay"])
+def test_new_parts_of_a_converted_model_are_as_in_a_fresh_one(name: str) -> None:
+    llama = made(LlamaForCausalLM, LlamaConfig(**TINY))
+    model = from_llama(llama, name)
+    shared = llama.state_dict()
+    fresh = sr.SoftmaxRNNForCausalLM(model.config).state_dict()
+    drawn = ("proj", "down", "up", "output_gate", "log_rate", "decay.bias")
+    for key, value in model.state_dict().items():
+        if key in shared:
+            assert torch.equal(value, shared[key]), key
+        elif not any(part in key for part in drawn):
+            assert torch.equal(value, fresh[key]), key
+
+
+def test_options_of_a_converted_model() -> None:
+    llama = made(LlamaForCausalLM, LlamaConfig(**TINY))
+    with pytest.raises(ValueError, match="have width 8, those of this attention 16"):
+        from_llama(llama, "based")
+    model = from_llama(llama, "based", layer_options={"qk_dim": None})
+    assert model.config.options == sr.LayerOptions()
+    ids = torch.arange(9)[None]
+    assert torch.equal(model(ids).logits, from_llama(llama, "taylor:2")(ids).logits)
+    # Neutral at first: a learned temperature of 1, a convolution that is the identity.
+    neutral = {"temperature": True, "short_convolution": 3}
+    converted = from_llama(llama, "softmax", layer_options=neutral)
+    torch.testing.assert_close(converted(ids).logits, llama(ids).logits, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="layer_options of the source must be those of softmax"):
+        from_llama(converted)

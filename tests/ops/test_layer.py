@@ -9,7 +9,8 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import softmax_rnn as sr
-from softmax_rnn import Attention
+from softmax_rnn import Attention, LayerOptions
+from softmax_rnn.ops.dispatch import FORMS
 from softmax_rnn.ops.layer import rotate
 
 
@@ -29,10 +30,109 @@ def test_only_what_a_spec_needs_is_learned(name: str) -> None:
         expected.add("norm_weight")
     if spec.norm == "layer":
         expected.add("norm_bias")
+    if spec.learned_coefficients:
+        expected.add("coefficient_logit")
+    if spec.denominator == "sum_plus_sink":
+        expected.add("sink")
+    if spec.outside == "series":
+        expected.add("outside_logit")
+    expected |= DECAYS[spec.decay]
     assert extra == expected
 
 
-@pytest.mark.parametrize("name", sr.variants())
+DECAYS = {
+    "none": set(),
+    "head": set(),
+    "token": {"decay.proj.weight", "decay.bias"},
+    "channel": {"decay.down.weight", "decay.up.weight", "decay.up.bias"},
+}
+# What each option adds to softmax, beside the values that differ.
+OPTIONS: dict[str, tuple[dict[str, object], set[str]]] = {
+    "narrow": ({"qk_dim": 4}, set()),
+    "unrotated": ({"rotary": False}, set()),
+    "cosine": ({"feature_map": "cosine"}, set()),
+    "hedgehog": ({"feature_map": "hedgehog"}, {"feature_map.q_matrix", "feature_map.k_matrix"}),
+    "rebased": (
+        {"feature_map": "rebased"},
+        {f"feature_map.{x}_{part}" for x in "qk" for part in ("scale", "shift")},
+    ),
+    "performer": ({"feature_map": "performer", "num_features": 5}, set()),
+    "rfa": ({"feature_map": "rfa", "num_features": 5}, set()),
+    "cosformer": ({"feature_map": "cosformer", "cosine_length": 9}, set()),
+    "temperature": ({"temperature": True}, {"temperature_logit"}),
+    "convolution": ({"short_convolution": 3}, {"short_convolution.kernel"}),
+    "swish_convolution": (
+        {"short_convolution": 2, "convolution_activation": "swish"},
+        {"short_convolution.kernel"},
+    ),
+    "skip": ({"skip": True}, {"skip_weight"}),
+    "merged_norm": ({"merged_norm": True}, {"merged_norm_weight"}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_adds_its_parameters_and_changes_the_output(name: str) -> None:
+    options, added = OPTIONS[name]
+    plain = Attention(32, 4, num_kv_heads=2)
+    torch.manual_seed(0)
+    layer = Attention(32, 4, num_kv_heads=2, options=options)
+    softmax = {key for key, _ in plain.named_parameters()}
+    assert {key for key, _ in layer.named_parameters()} - softmax == added
+    x, angles = 3 * torch.randn(2, 9, 32), torch.randn(1, 9, 4).repeat(1, 1, 2)
+    out = layer(x, position_embeddings=(angles.cos(), angles.sin()))
+    out.square().sum().backward()
+    for key, parameter in layer.named_parameters():
+        assert parameter.grad is not None, key
+        assert parameter.grad.abs().sum() > 0, key
+    if options.get("qk_dim"):
+        return
+    weights = {key: x for key, x in layer.state_dict().items() if key in softmax}
+    plain.load_state_dict(weights)
+    same = plain(x, position_embeddings=(angles.cos(), angles.sin()))
+    # A convolution, a temperature start as if they were not there.
+    neutral = name in ("temperature", "convolution")
+    assert torch.allclose(out, same, atol=1e-5) == neutral
+
+
+def test_options_of_a_name_and_in_its_place() -> None:
+    based = Attention(64, 2, "based")
+    assert based.q_proj.out_features == 2 * 16
+    assert based.options == sr.layer_options("based") == LayerOptions(qk_dim=16)
+    assert Attention(32, 2, sr.variant("based")).options == LayerOptions()
+    wide = Attention(32, 2, "retnet", options={"qk_dim": 24})
+    assert wide.options == dataclasses.replace(sr.layer_options("retnet"), qk_dim=24)
+    assert Attention(32, 2, "retnet", options=LayerOptions()).options == LayerOptions()
+    assert "qk_dim=16" in str(based)
+    assert "LayerOptions" not in str(Attention(32, 2))
+
+
+def test_options_are_data() -> None:
+    for name in sr.variants():
+        options = sr.layer_options(name)
+        assert LayerOptions.from_dict(options.to_dict()) == options
+    assert LayerOptions.from_dict({}) == LayerOptions()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"qk_dim": 0}, "qk_dim must be an integer >= 1, not 0"),
+        ({"qk_dim": True}, "qk_dim must be an integer >= 1, not True"),
+        ({"short_convolution": -1}, "short_convolution must be an integer >= 0"),
+        ({"short_convolution": None}, "short_convolution must be an integer >= 0, not None"),
+        ({"rotary": 1}, "rotary must be True or False, not 1"),
+        ({"feature_map": "hedgehogs"}, "Did you mean 'hedgehog'"),
+        ({"qk_dims": 3}, "Unknown layer option 'qk_dims'. Did you mean 'qk_dim'"),
+        (3, "must be a mapping, not 3"),
+    ],
+)
+def test_invalid_options_are_named(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LayerOptions.from_dict(fields)
+
+
+# Without a form for outside='series' its scale has no gradient yet.
+@pytest.mark.parametrize("name", [name for name in sr.variants() if name != "window_taylor"])
 def test_every_parameter_gets_a_gradient(name: str) -> None:
     torch.manual_seed(0)
     layer = Attention(32, 4, name, num_kv_heads=2)
@@ -64,17 +164,84 @@ def test_an_input_gate_is_the_operations_own() -> None:
     torch.testing.assert_close(layer(x), layer.o_proj(out.transpose(1, 2).flatten(2)))
 
 
-def test_a_sequence_may_be_cut_anywhere() -> None:
-    layer, x = Attention(32, 4, "taylor:2"), torch.randn(2, 9, 32)
-    first, state = layer(x[:, :5], return_state=True)
-    second = layer(x[:, 5:], state=state)
-    torch.testing.assert_close(torch.cat((first, second), dim=1), layer(x))
+FINITE = [name for name in sr.variants() if any(FORMS[f].stateful for f in sr.forms(name))]
+
+
+@pytest.mark.parametrize("options", [{}, {"short_convolution": 3}], ids=["", "convolution"])
+@pytest.mark.parametrize("name", FINITE)
+def test_a_sequence_may_be_cut_anywhere(name: str, options: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    layer, x = Attention(32, 4, name, options=options).double(), torch.randn(2, 9, 32).double()
+    _move(layer)
+    state, parts = None, []
+    for part in x.split([5, 1, 3], dim=1):
+        out, state = layer(part, state=state, return_state=True)
+        parts.append(out)
+    torch.testing.assert_close(torch.cat(parts, dim=1), layer(x))
+    assert (state.inputs is None) == (not options)
+
+
+def _move(layer: Attention) -> None:
+    """Leave the initial values, at which a convolution is the identity."""
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+def test_a_short_convolution_skips_hidden_tokens() -> None:
+    """Each channel is convolved by itself, in pairs of an explicit sum."""
+    layer = Attention(16, 2, options={"short_convolution": 3}).double()
+    _move(layer)
+    x = torch.randn(2, 7, 16).double()
+    shown = torch.ones(2, 1, 1, 7, dtype=torch.bool)
+    shown[1, ..., :3] = False
+    q, k, v = layer.project(x, mask=shown)[:3]
+    raw = torch.cat([proj(x) for proj in (layer.q_proj, layer.k_proj, layer.v_proj)], -1)
+    raw = raw * shown[:, 0, 0, :, None]
+    kernel = layer.short_convolution.kernel
+    expected = torch.zeros_like(raw)
+    for t in range(7):
+        for i in range(3):
+            if t >= i:
+                expected[:, t] += kernel[:, 2 - i] * raw[:, t - i]
+    found = torch.cat([y.transpose(1, 2).flatten(2) for y in (q, k, v)], -1)
+    torch.testing.assert_close(found, expected)
+    alone = layer(x[1:, 3:])
+    torch.testing.assert_close(layer(x, shown)[1:, 3:], alone)
+    with pytest.raises(ValueError, match=r"the mask must be broadcastable to \[B, 1, 1, T\]"):
+        layer(x, torch.ones(7, 7, dtype=torch.bool))
 
 
 def test_rotary_positions_are_those_of_transformers() -> None:
     x, angles = torch.randn(2, 3, 5, 8), torch.randn(2, 5, 8)
     expected, _ = apply_rotary_pos_emb(x, x, angles.cos(), angles.sin())
     torch.testing.assert_close(rotate(x, angles.cos(), angles.sin()), expected)
+
+
+def test_rotary_positions_of_other_widths() -> None:
+    """A width that divides the angles' has the angles of an embedding of that width."""
+    positions = torch.arange(5.0)[None, :, None]
+
+    def angles(width: int) -> torch.Tensor:
+        frequencies = 10_000 ** (-torch.arange(0, width, 2) / width)
+        return (positions * frequencies).repeat(1, 1, 2)
+
+    x, wide = torch.randn(2, 3, 5, 4), angles(16)
+    own = angles(4)
+    found = rotate(x, wide.cos(), wide.sin())
+    torch.testing.assert_close(found, rotate(x, own.cos(), own.sin()))
+    x = torch.randn(2, 3, 5, 7)
+    found = rotate(x, own.cos(), own.sin())
+    torch.testing.assert_close(found[..., :4], rotate(x[..., :4], own.cos(), own.sin()))
+    assert torch.equal(found[..., 4:], x[..., 4:])
+
+
+def test_positions_may_be_left_to_a_decay() -> None:
+    x, angles = torch.randn(1, 6, 16), torch.randn(1, 6, 8)
+    rotary = {"position_embeddings": (angles.cos(), angles.sin())}
+    for options, same in (({}, False), ({"rotary": False}, True)):
+        layer = Attention(16, 2, "softmax+decay", options=options)
+        assert torch.equal(layer(x), layer(x, **rotary)) == same
 
 
 def test_the_spec_is_shown() -> None:
@@ -89,6 +256,19 @@ def test_the_spec_is_shown() -> None:
         ({"num_heads": 5}, "The 5 heads must divide the hidden size 32"),
         ({"num_heads": 4, "num_kv_heads": 3}, "The 3 key/value heads must divide the 4"),
         ({"num_heads": 4, "spec": "gates"}, "Did you mean 'gate'"),
+        ({"num_heads": 4, "options": {"map": 1}}, "Unknown layer option 'map'"),
+        (
+            {"num_heads": 4, "spec": "gate", "options": {"skip": True}},
+            "needs output_gate='after_norm' or 'none', not 'before_norm'",
+        ),
+        (
+            {"num_heads": 4, "spec": "retnet", "options": {"decay_rule": "time_step"}},
+            "Unknown decay_rule for the decay 'head' 'time_step'.*Allowed: standard",
+        ),
+        (
+            {"num_heads": 4, "options": {"decay_rule": "time_step"}},
+            "decay_rule for the decay 'none'",
+        ),
     ],
 )
 def test_mistakes_are_named(options: dict[str, object], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 import softmax_rnn as sr
 from cases import Shape, make_case
 from softmax_rnn.ops import variants as variants_module
+from softmax_rnn.ops.systems import SYSTEMS
 
 # What the authors' training code computes, from scores s (causal ones are masked after): the
 # weights before the mask, then what becomes of the rows. t is the number of visible keys.
@@ -84,7 +86,7 @@ def _power(t: Tensor, extras: dict[str, Tensor]) -> Tensor:
     return t ** extras["length_power"][:, None, None]
 
 
-@pytest.mark.parametrize("name", sr.variants())
+@pytest.mark.parametrize("name", [*AUTHORS, *LINEAR])
 def test_variant_is_the_authors(name: str) -> None:
     case = make_case(sr.variant(name), shape=SHAPE, spread=1.5)
     e = case.tensors
@@ -118,7 +120,9 @@ def test_epsilons_are_those_of_the_authors_modules(
 
 
 def test_every_row_has_its_formula() -> None:
-    assert {*AUTHORS, *LINEAR} == set(sr.variants())
+    """Those of related systems are in test_systems.py."""
+    assert {*AUTHORS, *LINEAR} == set(variants_module._PAPER)
+    assert {*variants_module._PAPER, *SYSTEMS} == set(sr.variants())
 
 
 def test_names() -> None:
@@ -173,14 +177,54 @@ def test_a_registration_that_is_refused(registry: None) -> None:
     assert not variants_module._REGISTERED
 
 
+def test_a_name_may_mean_options_as_well(registry: None) -> None:
+    spec, options = sr.AttentionSpec(decay="token"), sr.LayerOptions(qk_dim=4)
+    sr.register_variant("mine", spec, options)
+    assert (sr.variant("mine"), sr.layer_options("mine")) == (spec, options)
+    assert sr.Attention(16, 2, "mine").q_proj.out_features == 8
+    with pytest.raises(ValueError, match="already exists with another"):
+        sr.register_variant("mine", spec)
+    with pytest.raises(ValueError, match="options must be LayerOptions, not {}"):
+        sr.register_variant("other", spec, {})  # type: ignore[arg-type]
+
+
+def test_any_variant_with_a_decay() -> None:
+    for name in sr.variants():
+        spec = sr.variant(name)
+        if spec.decay != "none":
+            with pytest.raises(ValueError, match=f"'{name}' already has a decay"):
+                sr.variant(f"{name}+decay")
+            continue
+        assert sr.variant(f"{name}+decay") == replace(spec, decay="token")
+        assert sr.layer_options(f"{name}+decay") == sr.layer_options(name)
+    assert sr.variant("taylor:3+decay") == replace(sr.variant("taylor:3"), decay="token")
+    for name in ("+decay", "softmax+decay+decay", "softmax+", "softmax+dekay", "taylor+decay:2"):
+        with pytest.raises(ValueError, match="variant"):
+            sr.variant(name)
+
+
+def test_families_of_related_systems() -> None:
+    assert sr.variant("window:9").window == sr.variant("window", order=9).window == 9
+    assert sr.variant("window:100000").window == 100_000
+    assert sr.variant("power_retention:4").order == 4
+    assert [sr.variant(f"taylor_norm:{n}").floor for n in range(3)] == [0, 0, 0]
+    assert sr.variant("window_taylor:1").floor == 1
+    assert sr.layer_options("based:4") == sr.layer_options("based")
+    with pytest.raises(ValueError, match="window must be an integer >= 1, not 0"):
+        sr.variant("window:0")
+
+
 MODULE = """
-from softmax_rnn import AttentionSpec
+from softmax_rnn import AttentionSpec, LayerOptions
 spec = AttentionSpec(norm="rms")
 fields = {"series": "power", "order": 3}
 def function(): return AttentionSpec(series="taylor", order=5)
 def fields_of(): return fields
 def fails(): raise RuntimeError("no luck")
 number = 3
+pair = AttentionSpec(norm="rms"), LayerOptions(norm_weight=False)
+both = {"spec": {"norm": "rms"}, "options": {"norm_weight": False}}
+misspelt = {"spec": {"norm": "rms"}, "option": {}}
 """
 
 
@@ -195,6 +239,7 @@ def test_variants_of_packages(
     objects = {
         **{"theirs": "spec", "their_cubic": "fields", "their_fifth": "function"},
         **{"their_third": "fields_of", "fails": "fails", "lacks": "nothing", "number": "number"},
+        **{"their_pair": "pair", "their_both": "both", "misspelt": "misspelt"},
         **{"softmax": "fields", "norm_rms": "spec", "no name": "spec"},
     }
     lines = [f"{name} = their_package:{value}\n" for name, value in objects.items()]
@@ -206,7 +251,12 @@ def test_variants_of_packages(
         assert sr.variant("theirs") == sr.AttentionSpec(norm="rms")
         assert sr.variant("their_cubic") == sr.variant("power:3") == sr.variant("their_third")
         assert sr.variant("their_fifth").order == 5
+        unweighted = sr.LayerOptions(norm_weight=False)
+        assert sr.variant("their_pair") == sr.variant("their_both") == sr.variant("theirs")
+        assert sr.layer_options("their_pair") == sr.layer_options("their_both") == unweighted
+        assert sr.layer_options("theirs") == sr.LayerOptions()
         for name, reason in (
+            ("misspelt", "Unknown field of a variant 'option'"),
             ("fails", "RuntimeError: no luck"),
             ("lacks", "AttributeError"),
             ("number", "must be an AttentionSpec, not 3"),
@@ -217,7 +267,7 @@ def test_variants_of_packages(
         with pytest.warns(UserWarning, match="cannot be used") as caught:
             known = sr.variants()
         assert {"theirs", "their_cubic", "their_third", "their_fifth"} < set(known)
-        assert not {"fails", "lacks", "number", "no name"} & set(known)
+        assert not {"misspelt", "fails", "lacks", "number", "no name"} & set(known)
         assert known["softmax"] == sr.AttentionSpec()
         messages = "".join(str(warning.message) for warning in caught)
         assert "variant 'softmax' of the package 'their-package'" in messages

@@ -42,7 +42,7 @@ class LayerTerms:
     def add(self, hidden: Tensor, positions: tuple[Tensor, Tensor] | None, shown: Tensor) -> None:
         """Add a sequence: the layer's inputs [1, T, hidden]; ``shown`` [T] is false at padding."""
         spec = self.module.spec
-        q, k, v = (x[0, :, shown] for x in self.module.project(hidden, positions))
+        q, k, v = (x[0, :, shown] for x in self.module.project(hidden, positions)[:3])
         groups = len(q) // len(k)
         q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
         q, k = (x.to(compute_dtype(x.dtype)) for x in (q, k))

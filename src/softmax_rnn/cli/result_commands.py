@@ -112,12 +112,14 @@ def _variants(_: Namespace) -> int:
     for name, spec in variants().items():
         changed = {key: value for key, value in spec.to_dict().items() if value != plain[key]}
         fields = ", ".join(f"{key}={value}" for key, value in changed.items())
-        shown = f"{name}:{spec.order}" if name in FAMILIES else name
+        shown = f"{name}:{getattr(spec, FAMILIES[name])}" if name in FAMILIES else name
         rows.append([shown, aliases.get(name, ""), fields or "the defaults"])
     header = ("variant", "also named", "fields that differ from the defaults")
     show(terminal_table(header, rows, left=header))
     print("Defaults: " + ", ".join(f"{key}={value}" for key, value in plain.items()))
-    print(f"{', '.join(FAMILIES)} take any order, as in taylor:4; the default order is 2.")
+    orders = [name for name, field in FAMILIES.items() if field == "order"]
+    print(f"{', '.join(orders)} take any order, as in taylor:4; the default order is 2.")
+    print("window:N sees N keys; NAME+decay is a variant whose keys fade, as in softmax+decay.")
     return 0
 
 

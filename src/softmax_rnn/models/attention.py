@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from softmax_rnn.models.cache import RecurrentCache
-from softmax_rnn.ops.layer import Attention
+from softmax_rnn.ops.layer import Attention, Projected
 
 
 class LlamaAttention(Attention):
@@ -31,6 +31,7 @@ class LlamaAttention(Attention):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
+        position_ids: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Attend causally.
@@ -43,23 +44,75 @@ class LlamaAttention(Attention):
                 [B, 1, T, S]: boolean, or additive with 0 = visible.
             past_key_values: a key/value cache to extend, or a :class:`RecurrentCache`, for which
                 the mask covers only the new keys.
+            position_ids: the tokens' positions [B or 1, T].
 
         Returns:
             The output [B, T, hidden_size], and ``None`` instead of attention weights.
+
+        Raises:
+            ValueError: for a mask or cache that this attention cannot use; see :meth:`_extend`.
         """
-        q, k, v = self.project(hidden_states, position_embeddings)
         mask = _visible(attention_mask)
-        options = {"causal": mask is None or mask.shape[-2] == 1, "mask": mask}
+        cached = None
         if isinstance(past_key_values, RecurrentCache):
             cached = past_key_values.layer(self.layer_idx)
-            out, cached.state = self.attend(
-                hidden_states, q, k, v, state=cached.state, return_state=True, **options
-            )
+        state = None if cached is None else cached.state
+        projected = self.project(
+            hidden_states, position_embeddings, positions=position_ids, mask=mask, state=state
+        )
+        if past_key_values is not None and cached is None:
+            projected = self._extend(projected, past_key_values)
+        options: dict[str, Any] = {
+            "causal": self._is_causal(mask, projected, past_key_values),
+            "mask": mask,
+        }
+        if cached is None:
+            out = self.attend(hidden_states, projected, **options)
         else:
-            if past_key_values is not None:
-                k, v = past_key_values.update(k, v, self.layer_idx)
-            out = self.attend(hidden_states, q, k, v, **options)
+            options |= {"state": state, "return_state": True}
+            out, cached.state = self.attend(hidden_states, projected, **options)
         return self.merge(out), None
+
+    def _extend(self, projected: Projected, cache: Cache) -> Projected:
+        """Add the tokens to a key/value cache, and return the earlier ones as well.
+
+        Log decays are further channels of the cached keys.
+
+        Raises:
+            ValueError: with a short convolution, whose last inputs no such cache holds, unless
+                these are the first tokens.
+        """
+        if self.short_convolution is not None and cache.get_seq_length(self.layer_idx):
+            raise ValueError(
+                f"A {type(cache).__name__} does not hold the last inputs of a short convolution: "
+                "use a RecurrentCache (for a finite series), or use_cache=False."
+            )
+        k, log_decay = projected.k, projected.log_decay
+        if log_decay is None or log_decay.ndim == 1:  # none, or the same for every token
+            k, v = cache.update(k, projected.v, self.layer_idx)
+            return projected._replace(k=k, v=v)
+        decays = log_decay.reshape(*k.shape[:3], -1)
+        k, v = cache.update(torch.cat((k, decays), dim=-1), projected.v, self.layer_idx)
+        k, decays = k.split([projected.k.shape[-1], decays.shape[-1]], dim=-1)
+        log_decay = decays.reshape(*k.shape[:3], *log_decay.shape[3:])
+        return projected._replace(k=k, v=v, log_decay=log_decay)
+
+    def _is_causal(self, mask: Tensor | None, projected: Projected, cache: Cache | None) -> bool:
+        """Whether the operation has to hide later keys; a full mask hides them itself.
+
+        Raises:
+            ValueError: with a decay or window, if the queries are not the last keys.
+        """
+        if mask is None or mask.shape[-2] == 1 or not self.spec.causal_only:
+            return mask is None or mask.shape[-2] == 1
+        keys = projected.k.shape[2]
+        if cache is not None and int(cache.get_seq_length(self.layer_idx)) != keys:
+            raise ValueError(
+                f"A {type(cache).__name__} of fixed length has unused keys after the newest one, "
+                "but with a decay or a window the newest key must be the last: use a DynamicCache "
+                "(cache_implementation='dynamic')."
+            )
+        return True
 
 
 def _visible(mask: Tensor | None) -> Tensor | None:

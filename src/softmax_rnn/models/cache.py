@@ -14,7 +14,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from softmax_rnn._utils.files import file_aside
+from softmax_rnn.ops.dispatch import FORMS, forms
 from softmax_rnn.ops.forms.row_sums import compute_dtype
+from softmax_rnn.ops.layer_maps import key_width
 from softmax_rnn.ops.monomials import state_size
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State
@@ -54,8 +56,8 @@ class RecurrentCache(Cache):
         for index, layer in enumerate(self.layers):
             if layer.state is None:
                 raise ValueError(f"Layer {index} of the cache is empty.")
-            tensors[f"{index}.sums"] = layer.state.sums.detach().contiguous()
-            tensors[f"{index}.visible"] = layer.state.visible
+            for name, tensor in layer.state.tensors.items():
+                tensors[f"{index}.{name}"] = tensor.detach().contiguous()
             states.append({"spec": layer.state.spec.to_dict(), "tokens": layer.state.tokens})
         with file_aside(path) as aside:
             save_file(tensors, aside, metadata={"states": json.dumps(states)})
@@ -72,13 +74,14 @@ class RecurrentCache(Cache):
         cache = cls()
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
+                tensors: dict[int, dict[str, Tensor]] = {}
+                for key in file.keys():  # noqa: SIM118  # the file is no mapping
+                    index, _, name = key.partition(".")
+                    tensors.setdefault(int(index), {})[name] = file.get_tensor(key)
                 for index, state in enumerate(json.loads((file.metadata() or {})["states"])):
-                    cache.layer(index).state = State(
-                        AttentionSpec.from_dict(state["spec"]),
-                        file.get_tensor(f"{index}.sums"),
-                        file.get_tensor(f"{index}.visible"),
-                        state["tokens"],
-                    )
+                    spec = AttentionSpec.from_dict(state["spec"])
+                    loaded = State.from_tensors(spec, state["tokens"], tensors[index])
+                    cache.layer(index).state = loaded
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} is not what RecurrentCache.save wrote: {type(error).__name__}: {error}"
@@ -149,13 +152,16 @@ class RecurrentLayer(CacheLayerMixin):
 def recurrent_bytes(config: Any, dtype: torch.dtype, batch: int = 1) -> int | None:
     """Bytes of a recurrent cache for a model of ``config``; ``None`` if it can have none."""
     spec = config.spec
-    if not spec.has_state:
+    if not any(FORMS[form].stateful for form in forms(spec)):
         return None
-    size = state_size(spec, config.head_dim, config.head_dim) * compute_dtype(dtype).itemsize
+    width = key_width(config.options, config.head_dim)
+    size = state_size(spec, width, config.head_dim) * compute_dtype(dtype).itemsize
     return batch * config.num_hidden_layers * config.num_key_value_heads * size
 
 
 def key_value_bytes(config: Any, dtype: torch.dtype, tokens: int, batch: int = 1) -> int:
     """Bytes of a key/value cache for a model of ``config`` after ``tokens`` tokens."""
     heads = batch * config.num_hidden_layers * config.num_key_value_heads
-    return heads * 2 * config.head_dim * tokens * dtype.itemsize
+    keys = key_width(config.options, config.head_dim)
+    decays = {"token": 1, "channel": keys}.get(config.spec.decay, 0)
+    return heads * (keys + decays + config.head_dim) * tokens * dtype.itemsize

@@ -1,4 +1,4 @@
-"""The configuration: Llama's, plus the attention as data."""
+"""The configuration: Llama's, plus the attention and its layer's options as data."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 from transformers import AutoConfig, LlamaConfig
 
 from softmax_rnn._utils.errors import unknown
+from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.variants import resolve
+from softmax_rnn.ops.variants import resolve_layer
 from softmax_rnn.sizes import SIZES
 
 # Name under which the mask maker is registered (see modeling.py).
@@ -18,8 +19,9 @@ MASKING = "softmax_rnn"
 class SoftmaxRNNConfig(LlamaConfig):
     """Llama's configuration and ``attention``: a variant's name, a spec, or a spec's dict.
 
-    ``attention`` is stored as the full dict, so that a saved model does not depend on the
-    later meaning of a name. ``attn_implementation`` is ignored.
+    ``layer_options`` are :class:`LayerOptions` or a dict of some of its fields, which replace those
+    of a variant; by default the variant's. Both are stored as full dicts, so that a saved model
+    does not depend on the later meaning of a name. ``attn_implementation`` is ignored.
 
     Example:
         >>> SoftmaxRNNConfig(attention="norm", **SIZES["demo"]).attention["norm"]
@@ -28,12 +30,14 @@ class SoftmaxRNNConfig(LlamaConfig):
 
     model_type = "softmax_rnn"
     attention: Any = "softmax"
+    layer_options: Any = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Resolve ``attention`` to the full dict."""
+        """Resolve ``attention`` and ``layer_options`` to full dicts."""
         spec = self.attention
-        spec = AttentionSpec.from_dict(spec) if isinstance(spec, dict) else resolve(spec)
-        self.attention = spec.to_dict()
+        spec = AttentionSpec.from_dict(spec) if isinstance(spec, dict) else spec
+        found = resolve_layer(spec, self.layer_options)
+        self.attention, self.layer_options = found.spec.to_dict(), found.options.to_dict()
         if self.attention_dropout:
             raise ValueError(
                 f"attention_dropout must be 0, not {self.attention_dropout!r}: no form of this "
@@ -45,6 +49,11 @@ class SoftmaxRNNConfig(LlamaConfig):
     def spec(self) -> AttentionSpec:
         """``attention`` as an :class:`AttentionSpec`."""
         return AttentionSpec.from_dict(self.attention)
+
+    @property
+    def options(self) -> LayerOptions:
+        """``layer_options`` as :class:`LayerOptions`."""
+        return LayerOptions.from_dict(self.layer_options)
 
     @classmethod
     def of_size(cls, size: str, attention: Any = "softmax", **fields: Any) -> SoftmaxRNNConfig:

@@ -11,20 +11,23 @@ from transformers import PreTrainedModel
 from softmax_rnn._utils.errors import shown
 from softmax_rnn.models.configuration import SoftmaxRNNConfig
 from softmax_rnn.models.modeling import SoftmaxRNNForCausalLM
-from softmax_rnn.ops.variants import resolve
+from softmax_rnn.ops.variants import resolve_layer
 
-_SOFTMAX = resolve("softmax").to_dict()
+_SOFTMAX, _PLAIN = (part.to_dict() for part in resolve_layer("softmax"))
 _SOURCES = ("llama", "mistral", SoftmaxRNNConfig.model_type)
 # Required values in a source's configuration; fields that ours shares with Llama are copied.
 _RULES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "model_type": (f"one of {', '.join(_SOURCES)}", _SOURCES),
     "attention": ("softmax", (None, _SOFTMAX)),  # of our own models
+    "layer_options": ("those of softmax", (None, _PLAIN)),
     "sliding_window": ("None (attention to all tokens)", (None,)),
     "layer_types": ("None (all layers alike)", (None,)),
 }
 
 
-def from_llama(llama: PreTrainedModel, attention: Any = "softmax") -> SoftmaxRNNForCausalLM:
+def from_llama(
+    llama: PreTrainedModel, attention: Any = "softmax", layer_options: Any = None
+) -> SoftmaxRNNForCausalLM:
     """A model with a Llama's weights and another attention.
 
     Args:
@@ -32,6 +35,7 @@ def from_llama(llama: PreTrainedModel, attention: Any = "softmax") -> SoftmaxRNN
             without a sliding window, one of ours with softmax). Its parameters are copied.
         attention: a variant's name, a spec or its dict. With ``softmax`` the logits are those of
             the source; a variant's own gates and norms are newly initialised.
+        layer_options: as in :class:`SoftmaxRNNConfig`.
 
     Returns:
         The model, on the source's device, in its dtype and mode.
@@ -77,7 +81,13 @@ def from_llama(llama: PreTrainedModel, attention: Any = "softmax") -> SoftmaxRNN
         raise ValueError(
             f"from_llama: the weights of the source must be in floating point, not {kinds}."
         )
-    model = SoftmaxRNNForCausalLM(SoftmaxRNNConfig(attention=attention, **fields))
+    config = SoftmaxRNNConfig(attention=attention, layer_options=layer_options, **fields)
+    if config.options.qk_dim not in (None, config.head_dim):
+        raise ValueError(
+            f"from_llama: the queries and keys of the source have width {config.head_dim}, those "
+            f"of this attention {config.options.qk_dim}: give layer_options={{'qk_dim': None}}."
+        )
+    model = SoftmaxRNNForCausalLM(config)
     model.load_state_dict(weights, strict=False)  # the variant's own parameters are missing
     model.generation_config = copy.deepcopy(llama.generation_config)
     model = model.to(llama.device, llama.dtype).train(llama.training)

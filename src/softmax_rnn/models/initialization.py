@@ -8,23 +8,25 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from softmax_rnn.ops.layer import Attention
+from softmax_rnn.ops.layer_parts import LayerPart
 
 
 def initialize(model: PreTrainedModel, seed: int) -> None:
     """Draw every parameter from (seed, module name): Llama's rule, normal with initializer_range.
 
-    Biases start at 0, norms at 1. So an extra gate changes no other parameter: the shared
-    parameters of two variants start bitwise equal. The global random state is restored.
+    Biases start at 0, norms at 1, the parts of an attention layer at values of their own. So an
+    extra gate changes no other parameter: the shared parameters of two variants start bitwise
+    equal. The global random state is restored.
     """
     with torch.random.fork_rng():
         for name, module in model.named_modules():
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:8], "little"))
+            if isinstance(module, LayerPart):
+                module.reset_parameters()
+                continue
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=model.config.initializer_range)
-            elif isinstance(module, Attention):
-                module.reset_parameters()
             elif getattr(module, "weight", None) is not None:
                 nn.init.ones_(module.weight)  # RMSNorm
             if getattr(module, "bias", None) is not None:

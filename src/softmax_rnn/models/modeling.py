@@ -16,7 +16,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.initialization import guard_torch_init_functions
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.models.llama.modeling_llama import (
     LlamaForCausalLM,
@@ -27,6 +26,7 @@ from transformers.models.llama.modeling_llama import (
 from softmax_rnn.models.attention import LlamaAttention
 from softmax_rnn.models.cache import RecurrentCache, recurrent_bytes
 from softmax_rnn.models.configuration import MASKING, SoftmaxRNNConfig
+from softmax_rnn.ops.layer_parts import LayerPart
 
 # Settings of generation that name a cache, and of assisted decoding, which crops its cache.
 _CHOOSE_A_CACHE = (
@@ -43,10 +43,15 @@ class SoftmaxRNNPreTrainedModel(LlamaPreTrainedModel):
     def initialize_weights(self) -> None:
         """As the base class, plus the attention's own parameters; loaded weights do not change."""
         super().initialize_weights()
-        with guard_torch_init_functions():
-            for module in self.modules():
-                if isinstance(module, LlamaAttention):
-                    module.reset_parameters()
+        for module in self.modules():
+            if isinstance(module, LayerPart):
+                own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+                loaded = [x for x in own if getattr(x, "_is_hf_initialized", False)]
+                values = [x.detach().clone() for x in loaded]
+                module.reset_parameters()
+                with torch.no_grad():
+                    for x, value in zip(loaded, values, strict=True):
+                        x.copy_(value)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -71,6 +76,7 @@ class SoftmaxRNNModel(SoftmaxRNNPreTrainedModel, LlamaModel):
                 num_kv_heads=config.num_key_value_heads,
                 head_dim=config.head_dim,
                 bias=config.attention_bias,
+                options=config.options,
                 layer_idx=index,
             )
         self.set_attn_implementation()  # AutoModel.from_config may have asked for another
@@ -100,15 +106,21 @@ class SoftmaxRNNForCausalLM(SoftmaxRNNPreTrainedModel, LlamaForCausalLM):
 
         chosen = any(setting(name) not in (None, False) for name in _CHOOSE_A_CACHE)
         if setting("use_cache") is not False and not chosen:
-            kwargs["past_key_values"] = self.new_cache()
+            cache = self.new_cache()
+            kwargs |= {"use_cache": False} if cache is None else {"past_key_values": cache}
         return super().generate(inputs, *args, **kwargs)
 
-    def new_cache(self) -> Cache:
-        """An empty cache: recurrent for a finite series, unless its states exceed the model."""
+    def new_cache(self) -> Cache | None:
+        """An empty cache: recurrent for a finite series, unless its states exceed the model.
+
+        ``None`` if a short convolution needs a recurrent one, but the series is not finite.
+        """
         states = recurrent_bytes(self.config, self.dtype)
-        if states is None or states > self.num_parameters() * self.dtype.itemsize:
-            return DynamicCache(config=self.config)
-        return RecurrentCache()
+        convolved = self.config.options.short_convolution > 0
+        if states is None and convolved:
+            return None
+        large = states is None or states > self.num_parameters() * self.dtype.itemsize
+        return DynamicCache(config=self.config) if large and not convolved else RecurrentCache()
 
 
 def checkpoint_activations(model: PreTrainedModel, options: dict[str, Any]) -> None:

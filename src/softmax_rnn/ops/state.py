@@ -6,9 +6,9 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,11 +36,7 @@ class Recent(NamedTuple):
     k: Tensor
     v: Tensor
     visible: Tensor
-    log_decay: Tensor | None
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Recent:
-        """The same with ``function`` of every tensor."""
-        return Recent(*(None if x is None else function(x) for x in self))  # type: ignore[arg-type]
+    log_decay: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +54,7 @@ class State:
         tokens: number of positions so far, hidden ones included.
         recent: the keys inside the window, which ``sums`` does not contain yet; ``None`` for a
             spec without a window.
+        inputs: of a layer with a short convolution, its last inputs [B, width - 1, channels].
     """
 
     spec: AttentionSpec
@@ -65,30 +62,44 @@ class State:
     visible: Tensor
     tokens: int
     recent: Recent | None = None
+    inputs: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        recent = sum(x.nbytes for x in self.recent or () if x is not None)
-        return self.sums.nbytes + self.visible.nbytes + recent
+        return sum(x.nbytes for x in self.tensors.values())
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> State:
-        """The same with ``function`` of every tensor."""
-        recent = None if self.recent is None else self.recent.map(function)
-        sums, visible = function(self.sums), function(self.visible)
-        return replace(self, sums=sums, visible=visible, recent=recent)
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by their names; the first dimension of each is the batch."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        recent = {} if self.recent is None else self.recent._asdict()
+        own |= {f"recent.{name}": x for name, x in recent.items()}
+        return {name: x for name, x in own.items() if isinstance(x, Tensor)}
+
+    @classmethod
+    def from_tensors(cls, spec: AttentionSpec, tokens: int, tensors: dict[str, Tensor]) -> State:
+        """The inverse of ``tensors``."""
+        named = {name: x for name, x in tensors.items() if "." not in name}
+        recent = {name.partition(".")[2]: x for name, x in tensors.items() if "." in name}
+        own: dict[str, Any] = {**named, "recent": Recent(**recent) if recent else None}
+        return cls(spec, tokens=tokens, **own)
 
     def select(self, batch: Tensor) -> State:
         """The state of some rows of the batch, in the order of the indices ``batch`` [B']."""
-        return self.map(lambda x: x.index_select(0, batch.to(x.device)))
+        return self._map(lambda x: x.index_select(0, batch.to(x.device)))
 
     def detach(self) -> State:
         """The state without its autograd graph, for truncated backpropagation through time."""
-        return self.map(Tensor.detach)
+        return self._map(Tensor.detach)
 
     def to(self, device: torch.device | str) -> State:
         """The state on another device."""
-        return self.map(lambda x: x.to(device))
+        return self._map(lambda x: x.to(device))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> State:
+        changed = {name: function(x) for name, x in self.tensors.items()}
+        return self.from_tensors(self.spec, self.tokens, changed)
 
 
 def check_state(state: State, spec: AttentionSpec, k: Tensor, v: Tensor) -> None:

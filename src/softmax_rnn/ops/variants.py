@@ -1,4 +1,4 @@
-"""The paper's variants by name, and those that a program or an installed package adds."""
+"""The variants by name: the paper's, related systems, and those of programs and packages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from softmax_rnn._utils.errors import unknown
-from softmax_rnn.ops.spec import INVERSE_SQRT, MAX_ORDER
+from softmax_rnn.ops.layer_options import LayerOptions
+from softmax_rnn.ops.spec import INVERSE_SQRT
 from softmax_rnn.ops.spec import AttentionSpec as Spec
+from softmax_rnn.ops.systems import SYSTEMS, Variant
 
 # The authors clamp the score at 5 before the exponential in every ablation marked c5.
 _C5 = Spec(clamp=5.0, denominator="none")
@@ -26,10 +29,20 @@ _L2 = Spec(denominator="none", norm="l2")
 # the plain quotient does not train. The floor is that of the paper's clamped sum: max(sum, 1).
 _ODD_FLOOR = 1.0
 
-# Families take an order: variant("taylor", order=4) or "taylor:4"; the table has order 2.
-FAMILIES = ("taylor", "taylor_elu", "taylor_relu", "taylor_cosine", "power")
+# Families take a number, the value of a field: variant("taylor", order=4) or "taylor:4".
+FAMILIES = dict.fromkeys(
+    (
+        *("taylor", "taylor_elu", "taylor_relu", "taylor_cosine", "power"),
+        *("power_retention", "based", "rebased", "taylorshift"),
+        *("window_taylor", "taylor_norm", "polynomial"),
+    ),
+    "order",
+) | {"window": "window"}
 
-_TABLE: dict[str, Spec] = {
+# "softmax+decay": a variant whose keys fade, one log decay per token and head.
+DECAY_SUFFIX = "+decay"
+
+_PAPER: dict[str, Spec] = {
     # Section 4.1: softmax (equation 1) and its two replacements (equations 6 and 5).
     "softmax": Spec(),
     "norm": _L2,
@@ -74,8 +87,9 @@ _TABLE: dict[str, Spec] = {
     # Related work that the paper names (Miller, 2023).
     "softmax_plus_one": Spec(denominator="sum_plus_one"),
 }
+_TABLE = {name: Variant(spec) for name, spec in _PAPER.items()} | SYSTEMS
 ALIASES = {"softmax_l2": "norm"}
-_REGISTERED: dict[str, Spec] = {}  # by register_variant, in this process
+_REGISTERED: dict[str, Variant] = {}  # by register_variant, in this process
 
 GROUP = "softmax_rnn.variants"  # of the entry points that packages declare
 
@@ -83,8 +97,9 @@ GROUP = "softmax_rnn.variants"  # of the entry points that packages declare
 def variants() -> dict[str, Spec]:
     """Every named variant and its spec; the families (``taylor``, ``power``) at order 2.
 
-    In this order: the paper's variants, those of installed packages (entry points), and those of
-    :func:`register_variant`. An entry point that cannot be loaded causes a warning.
+    In this order: the paper's variants, related systems, those of installed packages (entry
+    points), and those of :func:`register_variant`. An entry point that cannot be loaded causes a
+    warning.
     """
     found = dict(_TABLE)
     for name in _entry_points():
@@ -92,29 +107,32 @@ def variants() -> dict[str, Spec]:
             found.setdefault(name, _load(name))
         except ValueError as error:
             warnings.warn(str(error), stacklevel=2)
-    return found | _REGISTERED
+    return {name: known.spec for name, known in (found | _REGISTERED).items()}
 
 
-def register_variant(name: str, spec: Spec) -> None:
+def register_variant(name: str, spec: Spec, options: LayerOptions | None = None) -> None:
     """Add a named variant in this process.
 
     A package adds variants for every process by entry points of the group
     ``softmax_rnn.variants``: the entry point has the variant's name and refers to an
-    :class:`AttentionSpec`, a dict of its fields, or a function that returns either.
+    :class:`AttentionSpec`, a dict of its fields, a pair of a spec and :class:`LayerOptions`, a dict
+    of two dicts ``spec`` and ``options``, or a function that returns any of these.
 
     Args:
         name: ASCII letters, digits, ``_`` and ``-``.
         spec: the spec with this name.
+        options: what a layer of this name adds to the operation; by default nothing.
 
     Raises:
-        ValueError: for an invalid name or spec, or a name that already has another spec.
+        ValueError: for an invalid name, spec or options, or a name that already has others.
     """
-    _check(name, spec)
+    new = Variant(spec, LayerOptions() if options is None else options)
+    _check(name, new)
     known = _find(name)
-    if known not in (None, spec):
+    if known not in (None, new):
         raise ValueError(f"variant {name!r} already exists with another spec: {known}.")
     if known is None:
-        _REGISTERED[name] = spec
+        _REGISTERED[name] = new
 
 
 def variant(name: str, *, order: int | None = None) -> Spec:
@@ -122,52 +140,87 @@ def variant(name: str, *, order: int | None = None) -> Spec:
 
     Args:
         name: a key of :func:`variants`, an alias (``softmax_l2``), or a family with its order
-            after a colon (``"taylor:4"``).
-        order: highest power of a family; by default 2.
+            after a colon (``"taylor:4"``; for ``window`` its number of keys); with ``+decay`` at
+            the end, its keys fade by a decay per token (``"softmax+decay"``, ``"taylor:4+decay"``).
+        order: highest power of a family, by default 2; the number of keys of ``window``.
 
     Raises:
         ValueError: for an unknown name (with the nearest one), an invalid order, an order for a
-            variant that has none, or an entry point that cannot be loaded.
+            variant that has none, a second decay, or an entry point that cannot be loaded.
     """
-    family, colon, suffix = name.partition(":")
-    spec = _find(family)
-    if spec is None:
+    return _named(name, order).spec
+
+
+def layer_options(name: str) -> LayerOptions:
+    """What a layer of a named variant adds to the operation; names as for :func:`variant`."""
+    return _named(name).options
+
+
+def resolve(spec: Spec | str) -> Spec:
+    """``spec`` itself, or the variant of that name."""
+    return resolve_layer(spec)[0]
+
+
+def resolve_layer(
+    spec: Spec | str, options: LayerOptions | Mapping[str, Any] | None = None
+) -> Variant:
+    """The spec and options of a layer; a mapping of options replaces some of a variant's."""
+    if isinstance(spec, Spec):
+        found = Variant(spec)
+    elif isinstance(spec, str):
+        found = _named(spec)
+    else:
+        raise ValueError(f"spec must be an AttentionSpec or a variant's name, not {spec!r}.")
+    if options is None:
+        return found
+    if not isinstance(options, LayerOptions):
+        options = found.options.replaced(options)
+    return Variant(found.spec, options)
+
+
+def _named(name: str, order: int | None = None) -> Variant:
+    plain = name.removesuffix(DECAY_SUFFIX)
+    family, colon, suffix = plain.partition(":")
+    found = _find(family)
+    if found is None:
         raise unknown("variant", name, [*_TABLE, *ALIASES, *_entry_points(), *_REGISTERED])
     if colon:
         if order is not None:
             raise ValueError(
                 f"variant {name!r} contains its order; order={order!r} was given as well."
             )
-        if not suffix.isdecimal() or len(suffix) > len(str(MAX_ORDER)):
+        if not suffix.isdecimal() or len(suffix) > _DIGITS:
             raise ValueError(
-                f"variant {name!r}: the order after ':' must be an integer >= 0, at most "
-                f"{MAX_ORDER}."
+                f"variant {name!r}: the order after ':' must be an integer >= 0 of at most "
+                f"{_DIGITS} digits."
             )
         order = int(suffix)
-    if order is None:
-        return spec
+    spec = found.spec if order is None else _of_order(family, found.spec, order)
+    if plain != name:
+        if spec.decay != "none":
+            raise ValueError(f"variant {name!r}: {plain!r} already has a decay.")
+        spec = replace(spec, decay="token")
+    return found._replace(spec=spec)
+
+
+_DIGITS = 9
+
+
+def _of_order(family: str, spec: Spec, order: int) -> Spec:
     if family not in FAMILIES:
         raise ValueError(
             f"variant {family!r} has no order (given: {order!r}); "
             f"variants with an order: {', '.join(FAMILIES)}."
         )
-    spec = replace(spec, order=order)
+    changed: dict[str, Any] = {FAMILIES[family]: order}
+    spec = replace(spec, **changed)
     if spec.series == "taylor" and spec.row_sum and not spec.sign_definite:
         return replace(spec, floor=_ODD_FLOOR)
     return spec
 
 
-def resolve(spec: Spec | str) -> Spec:
-    """``spec`` itself, or the variant of that name."""
-    if isinstance(spec, Spec):
-        return spec
-    if isinstance(spec, str):
-        return variant(spec)
-    raise ValueError(f"spec must be an AttentionSpec or a variant's name, not {spec!r}.")
-
-
-def _find(name: str) -> Spec | None:
-    """The spec of a name without an order; packages are searched last."""
+def _find(name: str) -> Variant | None:
+    """The meaning of a name without an order; packages are searched last."""
     name = ALIASES.get(name, name)
     for known in (_TABLE, _REGISTERED):
         if name in known:
@@ -175,11 +228,31 @@ def _find(name: str) -> Spec | None:
     return _load(name) if name in _entry_points() else None
 
 
-def _check(name: object, spec: object) -> None:
+def _check(name: object, found: Variant) -> None:
     if not isinstance(name, str) or not re.fullmatch("[A-Za-z0-9_-]+", name):
         raise ValueError(f"A variant's name has letters, digits, '_' and '-' only, not {name!r}.")
-    if not isinstance(spec, Spec):
-        raise ValueError(f"variant {name!r} must be an AttentionSpec, not {spec!r}.")
+    if not isinstance(found.spec, Spec):
+        raise ValueError(f"variant {name!r} must be an AttentionSpec, not {found.spec!r}.")
+    if not isinstance(found.options, LayerOptions):
+        raise ValueError(f"variant {name!r}: options must be LayerOptions, not {found.options!r}.")
+
+
+def _read(given: Any) -> Variant:
+    """The variant that an entry point refers to."""
+    if callable(given):
+        given = given()
+    if isinstance(given, tuple):
+        return Variant(*given)
+    if not isinstance(given, Mapping):
+        return Variant(given)
+    if "spec" not in given:
+        return Variant(Spec.from_dict(given))
+    fields = dict(given)
+    spec = Spec.from_dict(fields.pop("spec"))
+    options = LayerOptions.from_dict(fields.pop("options", {}))
+    for key in fields:
+        raise unknown("field of a variant", key, Variant._fields)
+    return Variant(spec, options)
 
 
 @functools.cache
@@ -192,25 +265,21 @@ def _entry_points() -> dict[str, list[EntryPoint]]:
 
 
 @functools.cache
-def _load(name: str) -> Spec:
-    """The spec of a name in packages; ``ValueError`` names a package whose spec is invalid."""
+def _load(name: str) -> Variant:
+    """The meaning of a name in packages; ``ValueError`` names a package where it is invalid."""
     taken = _TABLE.get(ALIASES.get(name, name))
     for point in _entry_points()[name]:
         package = point.dist.name if point.dist else "unknown"
         try:
-            spec = point.load()
-            if callable(spec):
-                spec = spec()
-            if isinstance(spec, Mapping):
-                spec = Spec.from_dict(spec)
-            _check(name, spec)
-            if taken not in (None, spec):
+            found = _read(point.load())
+            _check(name, found)
+            if taken not in (None, found):
                 raise ValueError(f"the name already exists with another spec: {taken}")
         except Exception as error:  # the package's code may raise anything
             raise ValueError(
                 f"variant {name!r} of the package {package!r} ({point.value}) cannot be used: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        taken = spec
+        taken = found
     assert taken is not None
     return taken

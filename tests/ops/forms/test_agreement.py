@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import softmax_rnn as sr
-from cases import LAYOUTS, MASKS, Shape, assert_close, make_case
+from cases import LAYOUTS, MASKS, VARIANTS, Shape, assert_close, make_case, with_directions
 from softmax_rnn.ops.dispatch import FORMS
 from softmax_rnn.ops.spec import AttentionSpec
 from strategies import layouts, specs, widths
@@ -24,8 +24,7 @@ TOLERANCE = {
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@pytest.mark.parametrize("name", sr.variants())
+@pytest.mark.parametrize(("name", "causal"), with_directions(VARIANTS))
 def test_every_variant_and_form(name: str, causal: bool) -> None:
     spec = sr.variant(name)
     for mask in MASKS:

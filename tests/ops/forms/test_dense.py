@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import softmax_rnn as sr
-from cases import MASKS, Shape, assert_close, make_case
+from cases import MASKS, VARIANTS, Shape, assert_close, make_case, with_directions
 from softmax_rnn.ops import reference
 
 SMALL = Shape(queries=5, keys=7, width=4, value_width=3)
@@ -21,8 +21,7 @@ EXTRA = {
 }
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", [*sr.variants(), *EXTRA])
+@pytest.mark.parametrize(("name", "causal"), with_directions([*VARIANTS, *EXTRA]))
 def test_dense_is_the_definition(name: str, causal: bool) -> None:
     spec = EXTRA.get(name) or sr.variant(name)
     for mask in MASKS:

@@ -1,0 +1,58 @@
+"""What every part of an attention layer shares, and the short convolution."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LayerPart(nn.Module):
+    """A module that sets the initial values of its own parameters and buffers.
+
+    Parameters of an ``nn.Linear`` inside it are not its own: they start as in every ``nn.Linear``.
+    """
+
+    def reset_parameters(self) -> None:
+        """Set the initial values of this module's own parameters and buffers, if it has any."""
+
+
+class ShortConvolution(LayerPart):
+    """A causal convolution of each channel, ``y_t = sum_i kernel_i x_{t - width + 1 + i}``.
+
+    It starts as the identity: ``y_t = x_t``.
+    """
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.empty(channels, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the factor of the newest token to 1, the others to 0."""
+        newest = torch.zeros(self.kernel.shape[1])
+        newest[-1] = 1.0
+        with torch.no_grad():
+            self.kernel.copy_(newest)
+
+    def forward(
+        self, x: Tensor, shown: Tensor | None, earlier: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Convolve x [B, T, C].
+
+        Args:
+            x: the new tokens.
+            shown: [B or 1, T], False for hidden tokens, which count as zeros.
+            earlier: the last tokens before them [B, width - 1, C]; by default zeros.
+
+        Returns:
+            The result [B, T, C], and the last tokens for the next call.
+        """
+        if shown is not None:
+            x = x.masked_fill(~shown.unsqueeze(-1), 0.0)
+        if earlier is None:
+            earlier = x.new_zeros(len(x), self.kernel.shape[1] - 1, x.shape[-1])
+        padded = torch.cat((earlier.to(x.dtype), x), dim=1)
+        kernel = self.kernel.to(x.dtype).unsqueeze(1)
+        out = F.conv1d(padded.mT, kernel, groups=len(kernel)).mT
+        return out, padded[:, x.shape[1] :].clone()
