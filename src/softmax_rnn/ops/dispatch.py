@@ -14,8 +14,7 @@ from torch import Tensor
 from softmax_rnn._utils.errors import unknown
 from softmax_rnn.ops.cost import blocked_cost, chunked_cost, sizes_of
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.forms import fused, triton
-from softmax_rnn.ops.forms.blocked import blocked
+from softmax_rnn.ops.forms import blocked, fused, triton
 from softmax_rnn.ops.forms.chunked import chunked
 from softmax_rnn.ops.forms.dense import dense
 from softmax_rnn.ops.forms.row_sums import RowSums
@@ -60,18 +59,14 @@ def _has_state(spec: AttentionSpec, device: str) -> bool:
 
 # form="auto" prefers earlier forms, but chooses chunked where its cost is lower.
 FORMS: dict[str, Form] = {
-    "fused": Form(
-        fused.fused,
-        lambda spec, device: fused.supports(spec, device) and _plain(spec, device),
-        refuses=fused.refuses,
-    ),
+    "fused": Form(fused.fused, fused.supports, refuses=fused.refuses),
     "triton": Form(
         triton.triton,
         lambda spec, device: triton.supports(spec, device) and _plain(spec, device),
         refuses=triton.refuses,
         maps=True,
     ),
-    "blocked": Form(blocked, _plain),
+    "blocked": Form(blocked.blocked, blocked.supports),
     "chunked": Form(chunked, _has_state, stateful=True),
     # The plain recurrence, one token at a time: a query reads the state, then its key is added.
     "recurrent": Form(functools.partial(chunked, chunk=1), _has_state, stateful=True),
