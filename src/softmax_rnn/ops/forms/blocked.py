@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from softmax_rnn.ops.forms.blocks import Blocks, Step
+from softmax_rnn.ops.forms.exponential import exp_
 from softmax_rnn.ops.forms.first_order import first_order
 from softmax_rnn.ops.forms.row_sums import RowSums, without_autocast
 from softmax_rnn.ops.series import PowerSeries
@@ -55,26 +56,23 @@ def _argument(
     if not blocks.spec.shifted:
         if fading is None:
             return scores, None, None
-        return scores, F.threshold(fading, blocks.floor, -torch.inf).exp_(), None
+        return scores, exp_(fading), None
     if fading is not None:
         scores.add_(fading)
     blocks.hide(scores, step, -torch.inf)
     if maximum is None:
         maximum = scores.amax(-1, keepdim=True)
         maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
-    scores.sub_(maximum)
-    if fading is not None:
-        F.threshold_(scores, blocks.floor, -torch.inf)
-    return scores, None, maximum
+    return scores.sub_(maximum), None, maximum
 
 
 def _weighed(
     blocks: Blocks, series: PowerSeries, x: Tensor, factor: Tensor | None, step: Step
 ) -> Tensor:
-    """The series at ``x`` times its factor; 0 for hidden keys."""
-    weights = series(x)
+    """The series at ``x`` times its factor; 0 for hidden keys. It may overwrite ``x``."""
     if blocks.spec.shifted:  # hidden keys are at -inf
-        return weights
+        return exp_(x)
+    weights = series(x)
     if factor is not None:
         weights.mul_(factor)
     return blocks.hide(weights, step, 0.0)

@@ -9,18 +9,16 @@ import torch
 from torch import Tensor
 
 from softmax_rnn.ops.forms.channel_scores import channel_gradients, channel_scores
+from softmax_rnn.ops.forms.exponential import FLOOR
 from softmax_rnn.ops.forms.row_sums import compute_dtype, first_visible, no_data
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec
 
 BLOCK = 128  # queries per block
 # Scores computed in one step, in elements. On a CPU they should fit its cache.
-_CPU_SCORES, _GPU_SCORES = 2**21, 2**27
+_CPU_SCORES, _GPU_SCORES = 2**19, 2**27
 # A step may compute this many times the scores that its heads need: decays differ between heads.
 _WASTE = 1.25
-# Weights below exp(this) of their row's largest, or faded by as much, are exactly 0: a CPU is many
-# times slower with numbers below the smallest normal one.
-_FLOOR = {torch.float32: -80.0, torch.float64: -700.0}
 
 
 class Step(NamedTuple):
@@ -58,7 +56,6 @@ class Blocks:
     ) -> None:
         self.spec, self.causal = spec, causal
         self.scale, self.dtype = spec.score_scale(q.shape[-1]), compute_dtype(q.dtype)
-        self.floor = _FLOOR[self.dtype]
         self.queries, self.kv_heads, self.keys = q.shape[2], k.shape[1], k.shape[2]
         self.groups = q.shape[1] // self.kv_heads
         self.past = self.keys - self.queries  # position of the first query
@@ -145,7 +142,7 @@ class Blocks:
             return [[first] * len(self.q) for first in by_window]
         assert self.total is not None
         faded = -self.total[:, self.copies :]
-        reach: Tensor | float = -self.floor
+        reach: Tensor | float = -FLOOR[self.dtype]
         if self.spec.shifted:
             # Weights are relative to a row's largest, at least that of its last visible key.
             # Scores differ by at most twice the product of the lengths.
@@ -180,7 +177,7 @@ class Blocks:
         q, k = self.rows(self.q, step) * self.scale, self.at(self.k[step.heads], step)
         if self.by_channel:
             assert self.total is not None
-            return channel_scores(q, k, self.at(self.total[step.heads], step), self.floor)
+            return channel_scores(q, k, self.at(self.total[step.heads], step))
         return (q.flatten(1, 2) @ k.mT).unflatten(1, q.shape[1:3])
 
     def gradients(self, dscores: Tensor, step: Step) -> tuple[Tensor, Tensor]:
@@ -189,7 +186,7 @@ class Blocks:
         if self.by_channel:
             assert self.total is not None
             total = self.at(self.total[step.heads], step)
-            dq, dk = channel_gradients(dscores, q, k, total, self.floor)
+            dq, dk = channel_gradients(dscores, q, k, total)
         else:
             dx = dscores.flatten(1, 2)
             dq, dk = (dx @ k).view_as(q), dx.mT @ q.flatten(1, 2)

@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from softmax_rnn.ops.forms.exponential import exp_
+
 _SCORES = "hgnid,hnjd->hgnij"
 _TO_QUERIES = "hgnij,hnjd->hgnid"
 _TO_KEYS = "hgnij,hgnid->hnjd"
 
 
-def channel_scores(q: Tensor, k: Tensor, total: Tensor, floor: float) -> Tensor:
+def channel_scores(q: Tensor, k: Tensor, total: Tensor) -> Tensor:
     """The scores [heads, G, T, S]; 0 for keys after their query.
 
     Args:
@@ -28,27 +30,24 @@ def channel_scores(q: Tensor, k: Tensor, total: Tensor, floor: float) -> Tensor:
         k: keys [heads, S, D].
         total: running sums of the log decays [heads, S, D] in float64. Earlier keys than the
             queries' may be in any order.
-        floor: factors below ``exp(floor)`` are 0.
     """
     rows, keys = q.shape[2], k.shape[1]
     q, k = _padded(q, k)
     x = q.new_zeros(*q.shape[:3], k.shape[1])
-    fades = _fades(total, rows, q.dtype, floor)
+    fades = _fades(total, rows, q.dtype)
     for (q_part, k_part, x_part), (fade_q, fade_k) in zip(_parts(q, k, x), fades, strict=True):
         x_part.copy_(torch.einsum(_SCORES, q_part * fade_q, k_part * fade_k))
     return x[:, :, :rows, :keys]
 
 
-def channel_gradients(
-    dx: Tensor, q: Tensor, k: Tensor, total: Tensor, floor: float
-) -> tuple[Tensor, Tensor]:
+def channel_gradients(dx: Tensor, q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of ``q`` and ``k`` from those of the scores."""
     rows, keys = q.shape[2], k.shape[1]
     q, k = _padded(q, k)
     dx = F.pad(dx, (0, k.shape[1] - keys, 0, q.shape[2] - rows))
     dq, dk = torch.zeros_like(q), torch.zeros_like(k)
     parts = zip(_parts(q, k, dx), _parts(dq, dk, dx), strict=True)
-    fades = _fades(total, rows, q.dtype, floor)
+    fades = _fades(total, rows, q.dtype)
     for ((q_part, k_part, dx_part), into), (fade_q, fade_k) in zip(parts, fades, strict=True):
         into[0].add_(torch.einsum(_TO_QUERIES, dx_part, k_part * fade_k) * fade_q)
         into[1].add_(torch.einsum(_TO_KEYS, dx_part, q_part * fade_q) * fade_k)
@@ -82,13 +81,11 @@ def _parts(q: Tensor, k: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor, Te
         yield q.unflatten(2, halves)[:, :, :, 1], k.unflatten(1, halves)[:, :, 0], x_part
 
 
-def _fades(
-    total: Tensor, rows: int, dtype: torch.dtype, floor: float
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _fades(total: Tensor, rows: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     """The factors of queries [h, 1, n, i, D] and keys [h, n, j, D], in the order of ``_parts``."""
 
     def factor(exponent: Tensor) -> Tensor:
-        return F.threshold(exponent.clamp(max=0.0).to(dtype), floor, -torch.inf).exp()
+        return exp_(exponent.clamp(max=0.0).to(dtype))
 
     before, own = total[:, : total.shape[1] - rows], total[:, total.shape[1] - rows :]
     reference = own[:, :1]
