@@ -1,8 +1,8 @@
 """The blocked form, for any series: blocks of queries with their visible keys.
 
 It computes the sums of ``reference.attention`` for every spec. Memory is linear in the length: the
-backward pass recomputes the scores, and only the inputs, the row maxima and, with a decay, the sums
-are saved. Keys that a window hides or a decay fades to zero are skipped.
+backward pass recomputes the scores, and only the inputs and the row maxima are saved. Keys that a
+window hides or a decay fades to zero are skipped.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -111,8 +110,7 @@ class _BlockedSums(torch.autograd.Function):
             weight_sum[here] = weights.sum(-1)
             values = blocks.at(blocks.v[step.heads], step)
             numerator[here] = (weights.flatten(1, 2) @ values).view_as(numerator[here])
-        kept = (None, None) if log_decay is None else (numerator, weight_sum)
-        ctx.save_for_backward(q, k, v, log_decay, coefficients, mask, maximum, *kept)
+        ctx.save_for_backward(q, k, v, log_decay, coefficients, mask, maximum)
         ctx.options = options
         shape = q.shape[:-1]
         maximum = maximum.view(shape)
@@ -126,16 +124,15 @@ class _BlockedSums(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, log_decay, coefficients, mask, maximum, *sums = ctx.saved_tensors
+        q, k, v, log_decay, coefficients, mask, maximum = ctx.saved_tensors
         blocks = Blocks(q, k, v, log_decay, coefficients, mask, *ctx.options)
         if grad is None:
             grad = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=blocks.dtype)
-        if grad_sum is not None:  # the weight sum is a channel of values 1
-            grad = torch.cat([grad, grad_sum.unsqueeze(-1)], -1)
-            blocks.v = F.pad(blocks.v, (0, 1), value=1.0)
         grad = blocks.grouped(grad)
+        grad_sum = None if grad_sum is None else blocks.grouped(grad_sum.unsqueeze(-1))
         inputs = (blocks.q, blocks.k, blocks.v)
         dq, dk, dv = (torch.zeros_like(x, dtype=blocks.dtype) for x in inputs)
+        dtotal = None if blocks.total is None else torch.zeros_like(blocks.total)
         dcoefficients = None
         if blocks.coefficients is not None:
             dcoefficients = torch.zeros_like(blocks.coefficients)
@@ -152,9 +149,14 @@ class _BlockedSums(torch.autograd.Function):
             blocks.add(dv, step, weights.flatten(1, 2).mT @ out)
             # d loss / d weight = grad . v + grad_sum
             dweights = (out @ blocks.at(blocks.v[step.heads], step).mT).view_as(weights)
+            if grad_sum is not None:
+                dweights += blocks.rows(grad_sum, step)
             # The derivative of exp is exp itself.
             slopes = weights if slope is series else _weighed(blocks, slope, x, factor, step)
             dscores = slopes.mul_(dweights)
+            if dtotal is not None and not blocks.by_channel:
+                changes = dscores if slope is series else weights.mul_(dweights)
+                _add_fading(blocks, dtotal, step, changes)
             if clamped is not None:
                 dscores.masked_fill_(clamped, 0.0)
             dq[step.rows], dkeys = blocks.gradients(dscores, step)
@@ -164,26 +166,19 @@ class _BlockedSums(torch.autograd.Function):
                     dweights.mul_(factor)
                 into = dcoefficients[step.heads]
                 _add_coefficients(into, x, blocks.hide(dweights, step, 0.0))
-        dlog_decay = None
-        if log_decay is not None and ctx.needs_input_grad[3]:
+        if dtotal is not None:
             if blocks.by_channel:
-                pairs = (blocks.q.to(blocks.dtype), dq), (blocks.k, dk)
-            else:
-                numerator, weight_sum = sums
-                x = (
-                    numerator
-                    if grad_sum is None
-                    else torch.cat([numerator, weight_sum[..., None]], -1)
-                )
-                pairs = (x, grad), (blocks.v, dv)
-            dlog_decay = _decay_gradient(blocks, *pairs)
+                dtotal -= blocks.k * dk
+                dtotal[:, blocks.copies + blocks.past :] += (blocks.q * dq).sum(1)
+            # G is the running sum of the log decays.
+            dtotal = blocks.without_copies(dtotal).flip(2).cumsum(2).flip(2)
         dq = dq.view_as(q).to(q.dtype)
         dk = blocks.without_copies(dk).to(k.dtype)
-        dv = blocks.without_copies(dv)[..., : v.shape[-1]].to(v.dtype)
+        dv = blocks.without_copies(dv).to(v.dtype)
         if dcoefficients is not None:
             dcoefficients = dcoefficients.unflatten(0, (len(q), -1)).sum(0).view_as(coefficients)
             dcoefficients = dcoefficients.to(coefficients.dtype)
-        return dq, dk, dv, dlog_decay, dcoefficients, None, None, None
+        return dq, dk, dv, dtotal, dcoefficients, None, None, None
 
 
 def _add_coefficients(total: Tensor, x: Tensor, dweights: Tensor) -> None:
@@ -194,19 +189,14 @@ def _add_coefficients(total: Tensor, x: Tensor, dweights: Tensor) -> None:
         total[..., n] += dweights.sum((-2, -1), keepdim=True)
 
 
-def _decay_gradient(
-    blocks: Blocks, at_queries: tuple[Tensor, Tensor], at_keys: tuple[Tensor, Tensor]
-) -> Tensor:
-    """The gradient of the log decay, [B, Hkv, S] or [B, Hkv, S, D].
-
-    Whatever grows with ``exp(G_t)`` or falls with ``exp(G_s)`` gives the gradient of ``G`` by its
-    value times its gradient: queries and keys under a decay per channel, else sums and values.
-    """
-    (x, dx), (y, dy) = at_queries, at_keys
-    total = -blocks.without_copies(y * dy)
-    total[:, :, blocks.past :] += (x * dx).sum(1).view_as(total[:, :, blocks.past :])
-    if not blocks.by_channel:
-        total = total.sum(-1)
-    assert blocks.total is not None
-    # G is a running sum.
-    return total.to(blocks.total.dtype).flip(2).cumsum(2).flip(2)
+def _add_fading(blocks: Blocks, dtotal: Tensor, step: Step, changes: Tensor) -> None:
+    """Add the gradient of ``G``, from those of ``G_t - G_s`` [heads, G, rows, keys]."""
+    rows = step.stop - step.start
+    # G_t - G_t = 0 has no gradient. As the difference of two sums it would be mostly rounding.
+    own = changes[..., changes.shape[-1] - rows :].diagonal(dim1=-2, dim2=-1)
+    kept = own.clone()
+    own.zero_()
+    begin = blocks.copies + blocks.past + step.start
+    dtotal[step.heads, begin : begin + rows] += changes.sum(-1).sum(1)
+    blocks.add(dtotal, step, -changes.sum((1, 2)))
+    own.copy_(kept)
