@@ -137,7 +137,8 @@ class _BlockedSums(torch.autograd.Function):
         if blocks.coefficients is not None:
             dcoefficients = torch.zeros_like(blocks.coefficients)
         for step in blocks:
-            scores, clamped = blocks.scores(step), None
+            scores = blocks.scores(step)
+            clamped: Tensor | None = None
             if blocks.spec.clamp is not None:
                 clamped = scores > blocks.spec.clamp
                 scores.clamp_max_(blocks.spec.clamp)
