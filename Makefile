@@ -25,6 +25,7 @@ format: $(VENV)/.dev  ## mend style and format
 
 bench: $(VENV)/.dev  ## speed and memory on the CPU, and docs/performance.md (about 20 minutes on 2 cores)
 	$(BIN)/python -m benchmarks.op
+	$(BIN)/python -m benchmarks.forgetting
 	$(BIN)/python -m benchmarks.recurrence
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.decode

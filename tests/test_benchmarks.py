@@ -17,6 +17,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 SMALL = {
     "op": ["--lengths", "64", "130", "--heads", "1"],
+    "forgetting": ["--lengths", "64", "130", "--heads", "1"],
     "recurrence": [],
     "step": ["--batch", "1"],
     "prepare": ["--megabytes", "0.3", "--workers", "1", "--kills", "0"],
@@ -31,6 +32,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, value in {
         "measure.CEILING": {"cpu": (64, 2**12)},
         "op.CHECKED": {"cpu": 130},
+        "forgetting.CHECKED": 130,
         "decode.CHECKED": (8, 3),
         "recurrence.AGAINST_RUNNING_STATES": ((1, 40, 4, 2, 1.0),),
         "recurrence.GROWTH": (32, 64, 4.5),
@@ -62,6 +64,8 @@ def test_results_are_whole_and_fill_the_page(results: Path, tmp_path: Path) -> N
     names = {row["name"] for row in found["op"]["rows"]}
     assert names >= {"sdpa", "softmax", "norm", "gate", "taylor:10", "linear_elu"}
     assert names >= {"materialised norm", "materialised gate"}
+    names = {row["name"] for row in found["forgetting"]["rows"]}
+    assert names >= {"sdpa", "token decay", "slow token decay", "window 256"}
     assert {row["name"] for row in found["step"]["rows"]} >= {"llama", "llama materialised"}
     assert isinstance(found["op"]["not_installed"], list)
     caches = {row["name"]: row for row in found["decode"]["rows"] if row["length"] == 40}

@@ -29,6 +29,14 @@ def test_chunked_is_linear_and_blocked_quadratic() -> None:
     assert blocked_cost(long) / blocked_cost(short) == pytest.approx(4, rel=0.01)
 
 
+def test_a_window_makes_blocked_linear() -> None:
+    spec = sr.AttentionSpec(series="taylor", order=2, window=256, global_keys=4)
+    costs = [blocked_cost(Sizes(spec, t, t, 16, 16)) for t in (2**13, 2**14)]
+    assert costs[1] / costs[0] == pytest.approx(2, rel=0.01)
+    plain = sr.variant("taylor", order=2)
+    assert costs[1] < 0.1 * blocked_cost(Sizes(plain, 2**14, 2**14, 16, 16))
+
+
 def test_the_chunk_is_the_cheapest_one() -> None:
     spec = sr.variant("taylor", order=2)
     sizes = Sizes(spec, 4096, 4096, 64, 64)

@@ -71,7 +71,11 @@ def heads_per_step(spec: AttentionSpec, d_k: int, chunk: int, groups: int, devic
 def blocked_cost(sizes: Sizes) -> float:
     """The cost of the blocked form, per head."""
     queries, keys = sizes.queries, sizes.keys
-    pairs = queries * (keys - queries + (queries + _BLOCK) / 2 if sizes.causal else keys)
+    seen = keys - queries + (queries + _BLOCK) / 2 if sizes.causal else keys
+    window = sizes.spec.hiding_window
+    if window is not None:  # a block needs the windows of all its queries
+        seen = min(seen, window + _BLOCK) + min(sizes.spec.global_keys, keys)
+    pairs = queries * seen
     blocks = math.ceil(queries / _BLOCK)
     return pairs * sizes.pair + blocks * _BLOCK_CALLS * _CALL / sizes.heads
 

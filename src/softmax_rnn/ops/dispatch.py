@@ -61,18 +61,14 @@ def _has_state(spec: AttentionSpec, device: str) -> bool:
 
 # form="auto" prefers earlier forms, but chooses chunked where its cost is lower.
 FORMS: dict[str, Form] = {
-    "fused": Form(
-        fused.fused,
-        lambda spec, device: fused.supports(spec, device) and _plain(spec, device),
-        refuses=fused.refuses,
-    ),
+    "fused": Form(fused.fused, fused.supports, refuses=fused.refuses),
     "triton": Form(
         triton.triton,
         lambda spec, device: triton.supports(spec, device) and _plain(spec, device),
         refuses=triton.refuses,
         maps=True,
     ),
-    "blocked": Form(blocked, _plain),
+    "blocked": Form(blocked),
     "chunked": Form(chunked, _has_state, stateful=True),
     # The plain recurrence, one token at a time: a query reads the state, then its key is added.
     "recurrent": Form(functools.partial(chunked, chunk=1), _has_state, stateful=True),

@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import softmax_rnn as sr
-from cases import LAYOUTS, MASKS, VARIANTS, Shape, assert_close, make_case, with_directions
+from cases import (
+    LAYOUTS,
+    MASKS,
+    VARIANTS,
+    WIDENED,
+    Shape,
+    assert_close,
+    make_case,
+    with_directions,
+)
 from softmax_rnn.ops.dispatch import FORMS
 from softmax_rnn.ops.spec import AttentionSpec
 from strategies import layouts, specs, widths
@@ -34,6 +43,24 @@ def test_every_variant_and_form(name: str, causal: bool) -> None:
             for dtype in (torch.float64, torch.float32):
                 found = case.run(sr.attention, dtype, form=form)
                 assert_close(found, expected, TOLERANCE[dtype], f"{form} {mask} {dtype}")
+
+
+@pytest.mark.parametrize("decay", [1e-3, 0.1, 3.0, 100.0])
+@pytest.mark.parametrize("name", WIDENED)
+def test_every_widened_spec_and_form(name: str, decay: float) -> None:
+    spec = WIDENED[name]
+    if spec.decay == "none" and decay != 0.1:
+        pytest.skip("without a decay")
+    for mask in MASKS:
+        case = make_case(spec, mask=mask, decay=decay)
+        expected = case.run(sr.attention, form="dense")
+        for form in case.forms:
+            found = case.run(sr.attention, form=form)
+            assert_close(found, expected, 1e-10, f"{form} {mask}")
+            # Where few weights are left, gradients cancel, and sums may leave float32's range.
+            if decay < 1:
+                found = case.run(sr.attention, torch.float32, form=form)
+                assert_close(found, expected, 1e-4, f"{form} {mask} float32")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -68,10 +95,30 @@ def test_shapes(name: str, shape: Shape, causal: bool) -> None:
         assert_close(case.run(sr.attention, form=form), expected, 1e-10, form)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(queries=300, keys=300, kv_heads=4),
+        Shape(queries=1, keys=33),
+        Shape(queries=129, keys=260, heads=3, kv_heads=1),
+        Shape(batch=1, heads=1, kv_heads=1, queries=1, keys=1, width=1, value_width=1),
+    ],
+    ids=["blocks", "decode", "one_kv_head", "tiny"],
+)
+@pytest.mark.parametrize("name", WIDENED)
+def test_shapes_of_widened_specs(name: str, shape: Shape) -> None:
+    case = make_case(WIDENED[name], shape=shape, mask="padding", decay=0.5)
+    expected = case.run(sr.attention, form="dense")
+    for form in case.forms:
+        assert_close(case.run(sr.attention, form=form), expected, 1e-10, form)
+
+
 @pytest.mark.parametrize("mask", ["[S]", "[T, S]", "[B, 1, T, S]", "[1, H, 1, S]", "[B, 1, T, 1]"])
-@pytest.mark.parametrize("name", ["norm", "gate", "length", "softmax_plus_one"])
+@pytest.mark.parametrize(
+    "name", ["norm", "gate", "length", "softmax_plus_one", "window_decay", "exp_channel"]
+)
 def test_masks_that_broadcast(name: str, mask: str) -> None:
-    case = make_case(sr.variant(name))
+    case = make_case(WIDENED.get(name) or sr.variant(name))
     sizes = {"B": 2, "H": 4, "T": 37, "S": 41, "1": 1}
     shape = [sizes[letter] for letter in mask.strip("[]").split(", ")]
     shown = torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.3
@@ -83,11 +130,14 @@ def test_masks_that_broadcast(name: str, mask: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["softmax", "norm", "softmax_plus_one", "gate", "taylor:2"])
+@pytest.mark.parametrize(
+    "name",
+    ["softmax", "norm", "softmax_plus_one", "gate", "taylor:2", "window_decay", "taylor_channel"],
+)
 def test_layouts(name: str, layout: str) -> None:
     """Wherever the numbers of inputs and gradients lie in memory; float32 has the fast kernels."""
     shape = Shape(batch=1, queries=70, keys=70, width=16, value_width=16)
-    case = make_case(sr.variant(name), shape=shape)
+    case = make_case(WIDENED.get(name) or sr.variant(name), shape=shape)
     case = dataclasses.replace(case, layouts=dict.fromkeys(["q", "k", "v", "upstream"], layout))
     expected = case.run(sr.attention, form="dense")
     for form in case.forms:
@@ -160,6 +210,8 @@ def test_auto_takes_the_fused_kernel_wherever_an_identity_allows() -> None:
         assert sr.forms(name)[0] == "fused"
     for name in ("gate", "taylor:4", "linear_elu", "norm_rms"):
         assert sr.forms(name)[0] == "blocked"
+    for name in ("forgetting", "window", "window_global"):  # keys can be skipped
+        assert sr.forms(WIDENED[name])[0] == "blocked"
     assert "fused" not in sr.forms("softmax_plus_one", "mps")
     for device in ("cuda", "mps"):
         assert sr.forms("norm", device)[0] == "fused"

@@ -22,8 +22,11 @@ MAX_WIDTH = 256  # of the flash kernels of a GPU
 
 
 def supports(spec: AttentionSpec, device: str) -> bool:
-    """Exp without a clamp; on devices other than CPU and CUDA only if a row's scale cancels."""
-    unclamped_exp = spec.series == "exp" and spec.clamp is None
+    """Exp without clamp, decay or window; on devices other than CPU and CUDA if a scale cancels.
+
+    A kernel computes every pair of query and key; ``blocked`` skips hidden and faded keys.
+    """
+    unclamped_exp = spec.series == "exp" and spec.clamp is None and not spec.causal_only
     return unclamped_exp and (spec.up_to_row_scale or device in ("cpu", "cuda"))
 
 
