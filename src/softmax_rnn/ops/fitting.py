@@ -1,7 +1,7 @@
 """Polynomials near exp: the best one on an interval, or on a sample of scores.
 
-The Taylor polynomial of order N is best at 0 alone. On ``[-r, r]`` the best polynomial has an error
-about ``2^N`` times smaller. Both fits work in Chebyshev polynomials of the score, in units of the
+The Taylor polynomial is best at 0 alone. On ``[-5, 5]``, at order 8, the best polynomial has an
+error that is 250 times smaller. Both fits work in Chebyshev polynomials of the score, in units of the
 largest weight; only the result is written in powers of the score.
 """
 
@@ -21,7 +21,7 @@ Array = NDArray[np.float64]
 
 _POINTS = 64  # of the grid, per extreme of the error
 _EXCHANGES = 100  # far more than are needed: they converge quadratically
-_EQUAL = 1e-9  # relative difference of extremes that count as equal
+_EQUAL = 1e-6  # relative difference of extremes that count as equal
 _ROUNDING = 0.1  # largest rounding error of a polynomial, as a share of its distance from exp
 
 
