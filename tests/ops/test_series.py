@@ -128,7 +128,7 @@ def test_a_fit_beats_chebyshev_and_taylor(order: int, radius: float) -> None:
     near = np.polynomial.Chebyshev.interpolate(np.exp, order, domain=[-radius, radius])
     chebyshev = np.abs(near(scores) - np.exp(scores)).max()
     assert 0.3 * chebyshev < best < 0.999 * chebyshev
-    assert best < remainder_bound(order, radius) / 100
+    assert best < remainder_bound(order, radius) / 4
 
 
 def test_the_size_of_the_error() -> None:

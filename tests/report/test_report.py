@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from made_up import made_up
-from softmax_rnn.experiments.figures import FIGURES
+from softmax_rnn.experiments.figures import FAMILY, FIGURES
 from softmax_rnn.ops.variants import variant, variants
 from softmax_rnn.report.curves import curves
 from softmax_rnn.report.figure import log_limits
@@ -76,6 +76,16 @@ def test_an_interval_of_one_seed_says_that_it_covers_test_blocks_only(tmp_path: 
 def test_orders_stand_by_number(tmp_path: Path) -> None:
     runs = [made_up(tmp_path, f"taylor:{order}", 0, 1.5) for order in (10, 2, 4)]
     assert list(results(runs).variant) == ["taylor:2", "taylor:4", "taylor:10"]
+
+
+def test_what_is_kept_of_earlier_tokens_is_a_column(runs: list[RunFolder], tmp_path: Path) -> None:
+    table, paths = report(runs, tmp_path)
+    assert list(table.state_kind) == ["cache", "cache", "state"]
+    assert table.state_bytes[0] == table.state_bytes[1] == 256 * 1024
+    assert "state per layer" in rich_table(table).columns[-2].header
+    assert "256.0 KiB cache" in cells(table)[1]
+    assert "256.0 KiB cache" in (tmp_path / "report.html").read_text()
+    assert "state_bytes,state_kind" in paths[0].read_text()
 
 
 def test_without_softmax_there_is_no_difference(runs: list[RunFolder]) -> None:
@@ -266,7 +276,9 @@ def test_no_words_become_elements(tmp_path: Path) -> None:
         run = RunFolder(root / word.replace("/", "_"))
         environment = json.loads(run.environment_file.read_text())
         run.environment_file.write_text(json.dumps({**environment, word: {word: [word]}}))
-        claim = dict.fromkeys(("claim", "text", "verdict", "check", "where", "outcome"), word)
+        claim = dict.fromkeys(
+            ("source", "claim", "text", "verdict", "check", "where", "outcome"), word
+        )
         row = {**claim, "seeds": 1, "reason": word, "found": word}
         sections = [Section(word, [run], results([run]))] * 2
         found.append(Elements(page(sections, root, word, [row])).found)
@@ -286,6 +298,13 @@ def test_no_two_curves_of_a_figure_look_alike() -> None:
     names = ["softmax", "norm", "gate", *(f"mine{number}" for number in range(10))]
     assert len(set(styles(names).values())) == len(names)
     assert styles(names)["norm"] == style("norm")
+
+
+def test_a_variant_with_a_decay_has_the_colour_of_the_one_without() -> None:
+    for name in ("taylor:2", "linear_elu", "mine"):
+        assert style(f"{name}+decay").color == style(name).color
+        assert style(f"{name}+decay") != style(name)
+    assert len(set(styles(FAMILY).values())) == len(FAMILY)
 
 
 def test_a_variants_style_is_its_own() -> None:

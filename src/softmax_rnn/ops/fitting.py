@@ -1,8 +1,8 @@
 """Polynomials near exp: the best one on an interval, or on a sample of scores.
 
 The Taylor polynomial is best at 0 alone. On ``[-5, 5]``, at order 8, the best polynomial has an
-error that is 250 times smaller. Both fits work in Chebyshev polynomials of the score, in units of the
-largest weight; only the result is written in powers of the score.
+error that is 250 times smaller. Both fits work in Chebyshev polynomials of the score, in units of
+the largest weight; only the result is written in powers of the score.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _in_powers(
     fitted: Chebyshev, t: Array, error: float, order: int, where: str, weight: Array | None = None
 ) -> Array:
     """The coefficients of the powers of ``t``; ``ValueError`` if rounding spoils them."""
-    powers = fitted.convert(kind=Polynomial, domain=[-1, 1]).coef
+    powers: Array = fitted.convert(kind=Polynomial, domain=[-1, 1]).coef.astype(np.float64)
     terms = polynomial.polyval(np.abs(t), np.abs(powers))
     rounding = np.finfo(np.float64).eps * math.sqrt(np.average(terms**2, weights=weight))
     if not rounding <= _ROUNDING * error:

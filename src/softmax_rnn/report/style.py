@@ -72,6 +72,9 @@ def style(variant: str) -> Style:
     series, _, order = variant.partition(":")
     if variant in _STYLES:
         return _STYLES[variant]
+    base, plus, _ = variant.partition("+")
+    if plus:  # a variant with a decay has the colour of the one without
+        return Style(style(base).color, ":")
     if series in _SERIES and order.isdecimal():
         color = _BY_ORDER.get(int(order), _PALETTE[int(order) % len(_PALETTE)])
         return Style(color, _DASHES[_SERIES.index(series)])
