@@ -23,6 +23,7 @@ from softmax_rnn.report.figure import log_limits
 from softmax_rnn.report.grid import Column, draw_orders
 from softmax_rnn.report.html import Section, page
 from softmax_rnn.report.outputs import find_runs, report
+from softmax_rnn.report.states import _shifts
 from softmax_rnn.report.style import style, styles
 from softmax_rnn.report.table import cells, results, rich_table
 from softmax_rnn.training.folder import RunFolder
@@ -314,3 +315,11 @@ def test_a_variants_style_is_its_own() -> None:
     for name in (*variants(), "taylor:7"):
         assert style(name) == style(name)
         assert style(name).plotly_dash
+
+
+def test_names_beside_points_do_not_overlap() -> None:
+    losses = {"a": (16.0, 1.5), "b": (16.5, 1.501), "c": (17.0, 1.502), "d": (256.0, 1.501)}
+    shifts = _shifts({**losses, "e": (16.0, 2.0)})
+    assert (shifts["a"], shifts["d"], shifts["e"]) == (0, 0, 0)
+    assert 0 < shifts["b"] < 8 < shifts["c"] < 16
+    assert _shifts({"alone": (1.0, 2.0)}) == {"alone": 0}

@@ -56,11 +56,12 @@ def _layer_memory(fields: str) -> LayerMemory:
     try:
         with torch.device("meta"):
             model = SoftmaxRNNForCausalLM(model_config(one_layer, 1, 0))
+            layer = model.model.layers[0].self_attn
+            # After any feature map of the layer's own: as they are cached.
+            _, k, v, *_ = layer.project(torch.empty(1, 1, config.hidden_size))
     except RuntimeError as error:  # torch's, of sizes that overflow
         raise ValueError(f"No layer can have these sizes: {error}") from error
-    layer, spec = model.model.layers[0].self_attn, config.spec
-    heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
-    d_k, d_v = (x.out_features // heads for x in (layer.k_proj, layer.v_proj))
+    spec, (_, heads, _, d_k), d_v = config.spec, k.shape, v.shape[3]
     per_key = d_k + d_v + {"token": 1, "channel": d_k}.get(spec.decay, 0)
     keys, kinds, numbers = config.block_size, [], 0
     if spec.has_state:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -18,6 +19,7 @@ from softmax_rnn.report.style import LOOK, styles
 from softmax_rnn.report.table import by_variant
 from softmax_rnn.training.folder import RunFolder
 
+_HEIGHT, _NAME = 270, 8  # of the axes and of a name, in points
 _MARKERS = {"state": "o", "cache": "o", "window": "s", "state and window": "s"}
 _KINDS = {
     "state": "state of a finite series",
@@ -55,16 +57,16 @@ def draw_states(runs: Sequence[RunFolder], title: str, stem: Path) -> list[Path]
 def _losses(ax: Axes, runs: Sequence[RunFolder]) -> None:
     """Draw the final test loss of each variant against the size of what a layer keeps."""
     grouped = by_variant(runs)
-    looks, kinds = styles(grouped), set()
+    looks = styles(grouped)
+    memories = {name: layer_memory(next(iter(grouped[name].values())).config) for name in grouped}
+    means: dict[str, tuple[float, float]] = {}
     for variant, seeds in grouped.items():
-        memory = layer_memory(next(iter(seeds.values())).config)
+        memory, color = memories[variant], looks[variant].color
         losses = np.array([run.summary["test_loss"] for run in seeds.values()])
         mean, low, high = seed_interval(losses)
-        color = looks[variant].color
-        kinds.add(memory.kind)
+        means[variant] = memory.size / 1024, float(mean)
         ax.errorbar(
-            memory.size / 1024,
-            mean,
+            *means[variant],
             yerr=[[mean - low], [high - mean]],
             color=color,
             marker=_MARKERS[memory.kind],
@@ -74,13 +76,14 @@ def _losses(ax: Axes, runs: Sequence[RunFolder]) -> None:
             elinewidth=0.8,
             capsize=2,
         )
+    for variant, shift in _shifts(means).items():
         ax.annotate(
             variant,
-            (memory.size / 1024, float(mean)),
-            xytext=(6, 3),
+            means[variant],
+            xytext=(7, shift - 3),
             textcoords="offset points",
             fontsize="x-small",
-            color=color,
+            color=looks[variant].color,
         )
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:g}")
@@ -88,7 +91,22 @@ def _losses(ax: Axes, runs: Sequence[RunFolder]) -> None:
     ax.margins(x=0.2)
     ax.set_title("Test loss against the state")
     ax.set_xlabel("KiB per layer and sequence (log scale)")
+    kinds = {memory.kind for memory in memories.values()}
     ax.legend(handles=[_key(kind) for kind in _KINDS if kind in kinds], fontsize="x-small")
+
+
+def _shifts(means: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """How far to move each variant's name upwards, in points, so that no two overlap."""
+    heights = {name: math.log(loss) for name, (_, loss) in means.items()}
+    low, high = min(heights.values()), max(heights.values())
+    shifts: dict[str, float] = {}
+    tops: dict[int, float] = {}  # of the names so far, by their column
+    for name in sorted(heights, key=lambda name: heights[name]):
+        height = _HEIGHT * (heights[name] - low) / (high - low or 1.0)
+        column = round(math.log2(means[name][0]))
+        tops[column] = max(height, tops.get(column, -math.inf) + _NAME)
+        shifts[name] = tops[column] - height
+    return shifts
 
 
 def _key(kind: str) -> Line2D:
