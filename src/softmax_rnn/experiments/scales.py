@@ -93,7 +93,7 @@ SCALES: dict[str, Scale] = {
                 "large": {"hidden_size": 192, "intermediate_size": 384, "num_heads": 6},
                 "long": {"block_size": 1024, "batch_size": 1},
                 # 16 variants with three seeds in about an hour on two cores.
-                "family": {"num_layers": 2, "steps": 1_000, "evaluate_every": 200},
+                "family": {"num_layers": 2, "steps": 1_000, "evaluate_every": 250},
             },
             dict.fromkeys(_WEB, _STDLIB),
         ),
