@@ -88,7 +88,7 @@ def _losses(ax: Axes, runs: Sequence[RunFolder]) -> None:
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:g}")
     loss_axis(ax)
-    ax.margins(x=0.2)
+    ax.margins(x=0.25)  # for the names
     ax.set_title("Test loss against the state")
     ax.set_xlabel("KiB per layer and sequence (log scale)")
     kinds = {memory.kind for memory in memories.values()}
