@@ -78,7 +78,7 @@ def model_config(config: RunConfig, vocab_size: int, end_of_text: int) -> Softma
             f"vocab_size={rows} rows of the embedding."
         )
     return SoftmaxRNNConfig(
-        attention=config.attention,  # a name may have options of its layer
+        attention=config.attention,  # a name means its layer's options as well
         vocab_size=rows,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
