@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import matplotlib as mpl
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 
@@ -45,6 +46,22 @@ def orders() -> str:
         cells = (str(sr.order_for(tolerance, radius)) for tolerance in tolerances)
         lines.append(f"| {radius:g} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def fits() -> str:
+    """Errors of Taylor's and of the best polynomial, relative to the largest weight."""
+    shown = (2, 4, 6, 8)
+    rows = []
+    for radius in RADII:
+        cells, scores = [], np.linspace(-radius, radius, 10_001)
+        for order in shown:
+            best = np.polynomial.Polynomial(sr.fit_series(order, radius))
+            error = np.abs(best(scores) - np.exp(scores)).max()
+            pair = (x / math.exp(radius) for x in (sr.remainder_bound(order, radius), error))
+            cells.append(" / ".join(f"{x:.1e}" for x in pair))
+        rows.append([f"{radius:g}", *cells])
+    names = [f"order {n}: Taylor / best" for n in shown]
+    return markdown.table(["scores up to", *names], rows, left=len(shown) + 1)
 
 
 def crossovers() -> str:
@@ -99,7 +116,7 @@ def figure(path: Path) -> None:
 
 def fill(page: str) -> str:
     """The page with every table replaced."""
-    tables = {"states": states, "orders": orders, "crossovers": crossovers}
+    tables = {"states": states, "orders": orders, "fits": fits, "crossovers": crossovers}
     return markdown.fill(page, {name: make() for name, make in tables.items()})
 
 

@@ -14,36 +14,47 @@ from pathlib import Path
 import pandas as pd
 
 from softmax_rnn._utils.files import write_text
-from softmax_rnn.experiments.claims import judge, verdict_table
+from softmax_rnn.experiments.claims import OWN, PAPER, judge, verdict_table
 from softmax_rnn.experiments.figures import FIGURES, Experiment
 from softmax_rnn.experiments.reproduce import draw, finished_runs
 from softmax_rnn.experiments.scales import SCALES
 from softmax_rnn.report import markdown
-from softmax_rnn.report.table import difference_text, results
+from softmax_rnn.report.table import difference_text, memory_text, results
 from softmax_rnn.training.folder import RunFolder
 
 HERE, SCALE = Path(__file__).parent, SCALES["demo"]
 
 
-def losses(experiment: Experiment, runs: dict[str, dict[int, RunFolder]]) -> str:
-    """The table of a figure's variants: losses, and the paired difference to softmax."""
+Runs = dict[str, dict[int, RunFolder]]
+
+
+def losses(experiment: Experiment, runs: Runs) -> str:
+    """The table of a figure's variants: losses, and the paired difference to softmax.
+
+    For a figure against states, also the state of a layer and the number of parameters.
+    """
     names = dict.fromkeys(name for panel in experiment.panels for name in panel.variants)
     table = results([run for name in names for run in runs.get(name, {}).values()])
-    lines = [
-        "| variant | seeds | train loss | test loss | minus softmax [95% interval] |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| `{row['variant']}` | {row['seeds']} | {row['train_loss']:.4f} | "
-        f"{row['test_loss']:.4f} | {difference_text(row)} |"
+    rows = [
+        {
+            "variant": f"`{row['variant']}`",
+            "seeds": str(row["seeds"]),
+            "train loss": f"{row['train_loss']:.4f}",
+            "test loss": f"{row['test_loss']:.4f}",
+            "minus softmax [95% interval]": difference_text(row),
+            "state per layer": memory_text(row),
+            "parameters": f"{row['parameters']:,}",
+        }
         for row in table.to_dict("records")
     ]
-    return "\n".join([*lines, "", conditions({name: runs[name] for name in names})])
+    shown = list(rows[0])[: None if experiment.kind == "states" else -2]
+    lines = markdown.table(shown, ([row[name] for name in shown] for row in rows), left=len(shown))
+    return f"{lines}\n\n{conditions({name: runs[name] for name in names})}"
 
 
-def verdicts(found: dict[tuple[str, str], dict[str, dict[int, RunFolder]]], before: str) -> str:
-    """Every claim with its checks; claims that were not run are copied from ``before``."""
-    rows = pd.DataFrame(verdict_table(judge(found)))
+def verdicts(found: dict[tuple[str, str], Runs], before: str, source: str) -> str:
+    """The claims of a source with their checks; those not run are copied from ``before``."""
+    rows = pd.DataFrame(row for row in verdict_table(judge(found)) if row["source"] == source)
     lines = ["| claim | verdict | found |", "|---|---|---|"]
     for (number, text, verdict), checks in rows.groupby(["claim", "text", "verdict"], sort=False):
         old = re.search(rf"^\| \*\*{number}\. .*\n(?:\| [^*\n].*\n)*", before, flags=re.MULTILINE)
@@ -57,7 +68,7 @@ def verdicts(found: dict[tuple[str, str], dict[str, dict[int, RunFolder]]], befo
     return "\n".join(lines)
 
 
-def conditions(runs: dict[str, dict[int, RunFolder]]) -> str:
+def conditions(runs: Runs) -> str:
     """The machine, versions and corpus of the runs."""
     where = next(iter(runs["softmax"].values())).environment
     each = (run.environment["commit"][:10] for seeds in runs.values() for run in seeds.values())
@@ -73,13 +84,17 @@ def conditions(runs: dict[str, dict[int, RunFolder]]) -> str:
 def main(root: Path) -> None:
     """Fill the page from the finished runs below ``root``."""
     found = finished_runs(SCALE.name, root)
-    runs = found["base", "stdlib"]
     page = HERE / "results.md"
     text = page.read_text(encoding="utf-8")
-    parts = {"verdicts": verdicts(found, text)}
+    parts = {}
+    for name, source in (("verdicts", PAPER), ("own-verdicts", OWN)):
+        before = text.partition(f"<!-- {name} -->")[2].partition("<!-- end -->")[0]
+        parts[name] = verdicts(found, before, source)
     for name, experiment in FIGURES.items():
         wanted = {variant for panel in experiment.panels for variant in panel.variants}
-        finished = all(set(runs.get(variant, {})) == set(runs["softmax"]) for variant in wanted)
+        runs = found.get((experiment.panels[0].condition, "stdlib"), {})
+        seeds_of = {frozenset(runs.get(variant, {})) for variant in ("softmax", *wanted)}
+        finished = len(seeds_of) == 1 and frozenset() not in seeds_of
         if f"<!-- {name} -->" not in text or not finished:
             continue
         parts[name] = losses(experiment, runs)

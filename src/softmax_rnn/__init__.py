@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from softmax_rnn.ops.cost import crossover
 from softmax_rnn.ops.dispatch import forms
+from softmax_rnn.ops.fitting import fit_series
 from softmax_rnn.ops.layer import Attention
 from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.monomials import state_size
@@ -42,6 +43,7 @@ __all__ = [
     "__version__",
     "attention",
     "crossover",
+    "fit_series",
     "forms",
     "from_llama",
     "layer_options",

@@ -22,6 +22,7 @@ from softmax_rnn.cli.main import main
 from softmax_rnn.data import prepare
 from softmax_rnn.data.shards import Journal
 from softmax_rnn.experiments import scheduler
+from softmax_rnn.experiments.claims import OWN, PAPER
 from softmax_rnn.experiments.launchers import LocalLauncher
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.stopping import RunStopped, StopRequest
@@ -149,7 +150,9 @@ def test_reproduce_dry_run_and_claims(
     assert "1. Norm's loss equals softmax's." in shown
     assert "norm equal to softmax within 0.03" in shown
     claims = json.loads((tmp_path / "demo" / "claims.json").read_text())
-    assert {row["claim"] for row in claims} == set(range(1, 12))
+    sources = [(row["source"], row["claim"]) for row in claims]
+    assert {number for source, number in sources if source == PAPER} == set(range(1, 12))
+    assert {number for source, number in sources if source == OWN} == set(range(1, 7))
     there = ["reproduce", "figure2", "--out", str(tmp_path), "--dry-run", "--with", *fields]
     assert main(there) == 0
     assert capsys.readouterr().out.count("finished") == 2

@@ -15,6 +15,8 @@ from rich.console import Console
 from made_up import made_up
 from softmax_rnn.experiments.claims import (
     CLAIMS,
+    OWN,
+    PAPER,
     Check,
     examine,
     judge,
@@ -50,6 +52,10 @@ def runs_of(
         (Check("norm", "slightly worse", "softmax", 0.1), 1.70, "fails"),
         (Check("norm", "slightly worse", "softmax", 0.1), 1.40, "fails"),
         (Check("norm", "worse", "gate", 0.05), 1.60, "not run"),
+        (Check("norm", "no worse", "softmax", 0.03), 1.505, "holds"),
+        (Check("norm", "no worse", "softmax", 0.03), 1.20, "holds"),
+        (Check("norm", "no worse", "softmax", 0.03), 1.60, "fails"),
+        (Check("norm", "no worse", "softmax", 0.0051), 1.505, "undecided"),
     ],
 )
 def test_a_check(check: Check, loss: float, outcome: str, tmp_path: Path) -> None:
@@ -75,7 +81,7 @@ def test_one_seed_decides_nothing(check: Check, tmp_path: Path) -> None:
     assert re.fullmatch(r"\+0\.\d{4} \[.*\] \(test blocks only\)|1 and 0 spikes", finding.found)
     verdicts = judge({("base", "stdlib"): runs})
     assert {verdict.outcome for verdict in verdicts} <= {"undecided", "not run"}
-    (row,) = [row for row in verdict_table(verdicts) if row["claim"] == 1]
+    (row,) = [row for row in verdict_table(verdicts) if (row["source"], row["claim"]) == (PAPER, 1)]
     assert row["interval_over"] == "test blocks only"
     shown = Console(width=200, record=True, file=io.StringIO())
     shown.print(rich_verdicts(verdicts))
@@ -113,7 +119,9 @@ def test_verdicts_of_a_world_as_the_paper_says(tmp_path: Path) -> None:
     losses |= {"linear_elu": 2.0, "linear_relu": 2.0, "linear_cosine": 1.9}
     losses |= {"taylor:0": 2.5, "taylor:1": 2.0, "taylor:2": 1.8, "taylor:4": 1.6}
     losses |= {"taylor:10": 1.505, "detached": 1.9, "clamped": 1.5}
-    verdicts = {v.claim.number: v for v in judge({("base", "stdlib"): runs_of(tmp_path, losses)})}
+    judged = judge({("base", "stdlib"): runs_of(tmp_path, losses)})
+    verdicts = {v.claim.number: v for v in judged if v.claim.source == PAPER}
+    assert {v.outcome for v in judged if v.claim.source == OWN} == {"not run"}
     assert verdicts[1].outcome == "holds"
     assert verdicts[3].outcome == "not run"
     assert verdicts[4].outcome == "holds"
@@ -147,8 +155,38 @@ def test_every_check_is_answered_by_the_runs_of_its_figures() -> None:
                 assert {check.variant, check.other} <= there, (claim.number, check, name)
 
 
-def test_every_figure_names_variants_that_exist() -> None:
-    for experiment in FIGURES.values():
-        for panel in experiment.panels:
-            for variant in panel.variants:
-                resolve(variant)
+@pytest.mark.parametrize("figure", FIGURES)
+def test_every_figure_names_variants_that_exist(figure: str) -> None:
+    if figure == "family":
+        pytest.importorskip("softmax_rnn.ops.systems")
+    for panel in FIGURES[figure].panels:
+        for variant in panel.variants:
+            resolve(variant)
+
+
+def test_our_own_claims_are_apart(tmp_path: Path) -> None:
+    losses = {"softmax": 1.5, "norm": 1.5, "gate": 1.55}
+    base, family = (runs_of(tmp_path / place, losses) for place in ("base", "family"))
+    for name, loss in {"taylor:2+decay": 1.51, "forgetting": 1.4, "taylor:2": 1.7}.items():
+        family[name] = {seed: fake_name(tmp_path / name, seed, loss) for seed in range(3)}
+    verdicts = judge({("base", "stdlib"): base, ("family", "stdlib"): family})
+    own = {v.claim.number: v for v in verdicts if v.claim.source == OWN}
+    assert [own[number].outcome for number in (1, 2, 5)] == ["holds", "undecided", "holds"]
+    assert {finding.where for finding in own[1].findings} == {"family, stdlib"}
+    assert own[2].findings[0].outcome == "holds"  # taylor:2; the others were not run
+    assert own[4].outcome == "not run"
+    paper = [v for v in verdicts if v.claim.source == PAPER]
+    assert paper[0].outcome == "holds"
+    assert {finding.where for finding in paper[0].findings} == {"base, stdlib"}
+    shown = Console(width=200, record=True, file=io.StringIO())
+    shown.print(rich_verdicts(verdicts))
+    before, after = shown.export_text().split(OWN)
+    assert PAPER in before
+    assert "11. L2, RMS" in before
+    assert " 1. A series of order 2 with a token decay is no worse than softmax." in after
+    assert "taylor:2+decay no worse than softmax within 0.03" in after
+
+
+def fake_name(root: Path, seed: int, loss: float) -> RunFolder:
+    """A run for which only its losses count."""
+    return made_up(root, "taylor:2", seed, loss)

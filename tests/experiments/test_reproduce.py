@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from made_up import made_up
 from processes import Forked
 from softmax_rnn.cli.main import main
+from softmax_rnn.experiments.compare import compare_configs
 from softmax_rnn.experiments.costs import bytes_text, cost, count_text, hours_text
-from softmax_rnn.experiments.figures import FIGURES
+from softmax_rnn.experiments.figures import FAMILY, FIGURES
 from softmax_rnn.experiments.launchers import LocalLauncher
 from softmax_rnn.experiments.plan import plan_table
-from softmax_rnn.experiments.reproduce import draw, figure_runs, finished_runs
+from softmax_rnn.experiments.reproduce import draw, figure_runs, finished_runs, report_figure
 from softmax_rnn.experiments.scales import SCALES
+from softmax_rnn.experiments.scheduler import run_all
 from softmax_rnn.training import RunConfig
-from tiny import TINY
+from tiny import TINY, tiny
 
 
 def plan_of(figure: str, scale: str, gpu: str = "H200", seeds: Sequence[int] = (0,)) -> Any:
@@ -117,6 +120,51 @@ def test_a_figure_is_drawn_from_what_is_finished(figure: str, tmp_path: Path) ->
     found = finished_runs("demo", tmp_path)
     assert set(found) == {("base", "stdlib")}
     assert set(found["base", "stdlib"]["softmax"]) == {0, 1}
+
+
+def test_the_family_is_drawn_against_its_states(tmp_path: Path) -> None:
+    """With the names of the paper's variants, and attentions given by their fields."""
+    scale, figure = SCALES["demo"], FIGURES["family"].only(["softmax", "taylor:2", "linear_elu"])
+    for run in figure_runs(figure, scale, tmp_path, (0, 1, 2)):
+        assert (run.config.num_layers, run.folder.path.parent.name) == (2, "family-stdlib")
+        made = made_up(tmp_path / "made", str(run.config.attention), run.config.seed, 1.5)
+        run.folder.path.parent.mkdir(parents=True, exist_ok=True)
+        made.path.rename(run.folder.path)
+    paths = report_figure(figure, scale, tmp_path, (0, 1, 2))
+    assert [path.name for path in paths[:2]] == ["family.png", "family.svg"]
+    text = paths[1].read_text()
+    for words in ("Test loss against the state", "taylor:2", "final test loss", "95% intervals"):
+        assert words in text
+    assert "keys and values, as many as tokens" in text
+    assert "keys and values of a window" not in text  # no run has one
+    table = pd.read_csv(tmp_path / "demo" / "family-stdlib" / "results.csv")
+    assert list(table.state_kind) == ["cache", "state", "state"]
+    page = paths[-1].read_text()
+    assert "Claims of this repository" in page
+    assert set(finished_runs("demo", tmp_path)) == {("family", "stdlib")}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_scale_has_every_condition(scale: str) -> None:
+    for figure in FIGURES.values():
+        for panel in figure.panels:
+            SCALES[scale].config(panel, "softmax", 0, {})
+
+
+def test_a_variant_that_cannot_be_trained_is_named_before_anything_runs(
+    texts: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "large.yaml").write_text("denominator: none\nscale: 1.0e+30\n")
+    words = ["softmax", f"large={tmp_path / 'large.yaml'}"]
+    runs = compare_configs(words, [0], tiny(texts), tmp_path / "runs")
+    with pytest.raises(ValueError, match="large-seed0 cannot be trained: OverflowError: "):
+        run_all(runs, tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_family_is_named_once() -> None:
+    assert len(set(FAMILY)) == len(FAMILY) == 16
+    assert [panel.variants for panel in FIGURES["family"].panels] == [FAMILY]
 
 
 def test_reproduce_runs_what_is_missing_and_draws(

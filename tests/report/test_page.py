@@ -22,6 +22,7 @@ VARIANTS = {"softmax": 1.5, "norm": 1.503, "taylor:4": 1.9}
 MANY = {f"taylor:{order}": 2.0 + 0.05 * order for order in range(9)}
 CLAIMS = [
     {
+        "source": "The paper's claims",
         "claim": number,
         "text": text,
         "verdict": verdict,
@@ -241,7 +242,7 @@ def test_claims_come_first_and_links_lead_to_the_runs(opened: Page, written: Pat
     assert "+0.0030 [+0.0020, +0.0040]" in rows[0]
     assert "\tundecided: one seed\t+0.0030\t" in rows[1]
     shown = opened.locator("section").first.inner_text()
-    assert "Claims without finished runs on this page: 7." in shown
+    assert "The paper's claims without finished runs on this page: 7." in shown
     links = opened.eval_on_selector_all("details a", "all => all.map(a => a.href)")
     assert len(links) == 9 + len(MANY) + 2
     base = (written.parent.parent / "base-web").as_uri()

@@ -16,13 +16,14 @@ import pytest
 from rich.console import Console
 
 from made_up import made_up
-from softmax_rnn.experiments.figures import FIGURES
+from softmax_rnn.experiments.figures import FAMILY, FIGURES
 from softmax_rnn.ops.variants import variant, variants
 from softmax_rnn.report.curves import curves
 from softmax_rnn.report.figure import log_limits
 from softmax_rnn.report.grid import Column, draw_orders
 from softmax_rnn.report.html import Section, page
 from softmax_rnn.report.outputs import find_runs, report
+from softmax_rnn.report.states import _shifts
 from softmax_rnn.report.style import style, styles
 from softmax_rnn.report.table import cells, results, rich_table
 from softmax_rnn.training.folder import RunFolder
@@ -76,6 +77,16 @@ def test_an_interval_of_one_seed_says_that_it_covers_test_blocks_only(tmp_path: 
 def test_orders_stand_by_number(tmp_path: Path) -> None:
     runs = [made_up(tmp_path, f"taylor:{order}", 0, 1.5) for order in (10, 2, 4)]
     assert list(results(runs).variant) == ["taylor:2", "taylor:4", "taylor:10"]
+
+
+def test_what_is_kept_of_earlier_tokens_is_a_column(runs: list[RunFolder], tmp_path: Path) -> None:
+    table, paths = report(runs, tmp_path)
+    assert list(table.state_kind) == ["cache", "cache", "state"]
+    assert table.state_bytes[0] == table.state_bytes[1] == 256 * 1024
+    assert "state per layer" in rich_table(table).columns[-2].header
+    assert "256.0 KiB cache" in cells(table)[1]
+    assert "256.0 KiB cache" in (tmp_path / "report.html").read_text()
+    assert "state_bytes,state_kind" in paths[0].read_text()
 
 
 def test_without_softmax_there_is_no_difference(runs: list[RunFolder]) -> None:
@@ -266,7 +277,9 @@ def test_no_words_become_elements(tmp_path: Path) -> None:
         run = RunFolder(root / word.replace("/", "_"))
         environment = json.loads(run.environment_file.read_text())
         run.environment_file.write_text(json.dumps({**environment, word: {word: [word]}}))
-        claim = dict.fromkeys(("claim", "text", "verdict", "check", "where", "outcome"), word)
+        claim = dict.fromkeys(
+            ("source", "claim", "text", "verdict", "check", "where", "outcome"), word
+        )
         row = {**claim, "seeds": 1, "reason": word, "found": word}
         sections = [Section(word, [run], results([run]))] * 2
         found.append(Elements(page(sections, root, word, [row])).found)
@@ -288,6 +301,13 @@ def test_no_two_curves_of_a_figure_look_alike() -> None:
     assert styles(names)["norm"] == style("norm")
 
 
+def test_a_variant_with_a_decay_has_the_colour_of_the_one_without() -> None:
+    for name in ("taylor:2", "linear_elu", "mine"):
+        assert style(f"{name}+decay").color == style(name).color
+        assert style(f"{name}+decay") != style(name)
+    assert len(set(styles(FAMILY).values())) == len(FAMILY)
+
+
 def test_a_variants_style_is_its_own() -> None:
     for figure in ("figure4", "figure5", "figure6"):
         names = {name for panel in FIGURES[figure].panels for name in panel.variants}
@@ -295,3 +315,11 @@ def test_a_variants_style_is_its_own() -> None:
     for name in (*variants(), "taylor:7"):
         assert style(name) == style(name)
         assert style(name).plotly_dash
+
+
+def test_names_beside_points_do_not_overlap() -> None:
+    losses = {"a": (16.0, 1.5), "b": (16.5, 1.501), "c": (17.0, 1.502), "d": (256.0, 1.501)}
+    shifts = _shifts({**losses, "e": (16.0, 2.0)})
+    assert (shifts["a"], shifts["d"], shifts["e"]) == (0, 0, 0)
+    assert 0 < shifts["b"] < 8 < shifts["c"] < 16
+    assert _shifts({"alone": (1.0, 2.0)}) == {"alone": 0}

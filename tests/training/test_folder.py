@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.training import RunConfig
 from softmax_rnn.training.folder import RunFolder
 
 ROW = {
@@ -58,3 +60,18 @@ def test_a_row_that_is_none_is_named(tmp_path: Path, row: Any) -> None:
         ValueError, match=r"metrics.jsonl, line 2: .*(must be|learning_rate is missing)"
     ):
         _ = folder.metrics
+
+
+def test_an_attention_may_be_saved_with_the_fields_of_its_time(tmp_path: Path) -> None:
+    """A run of an earlier version, whose attention had fewer fields, is the same run."""
+    folder = RunFolder(tmp_path)
+    mine = {"series": "taylor", "order": 2}
+    now = RunConfig(attention=AttentionSpec(**mine).to_dict())
+    RunConfig(attention=mine).save(folder.config_file)
+    folder.environment_file.write_text(json.dumps({"attention": mine}))
+    folder.check_same_config(now)
+    for other in ({**mine, "order": 3}, {**mine, "decay": "token"}):
+        with pytest.raises(ValueError, match=r"with another configuration \(attention: "):
+            folder.check_same_config(RunConfig(attention=other))
+    with pytest.raises(ValueError, match=r"with another configuration \(steps: 1000 there, 10 now"):
+        folder.check_same_config(RunConfig(attention=mine, steps=10))

@@ -125,10 +125,11 @@ def _variants(_: Namespace) -> int:
 
 COMMANDS = {
     "claims": Command(
-        "a verdict on every claim of the paper",
+        "a verdict on every claim",
         _claims_options,
         _claims,
-        about="Give a verdict on each of the paper's eleven claims, from the finished runs.",
+        about="Give a verdict on each of the paper's eleven claims, and on those of this "
+        "repository about the figure family, from the finished runs.",
         extra="report",
     ),
     "report": Command(

@@ -235,11 +235,11 @@ COMMANDS = {
         "finished shard. Runs with the same settings use the shards.",
     ),
     "reproduce": Command(
-        "reproduce a figure of the paper",
+        "reproduce a figure",
         _reproduce_options,
         _reproduce,
-        about="Train the missing runs of a figure of the paper and draw it. Figures share their "
-        "runs. Rerun it to resume.",
+        about="Train the missing runs of a figure of the paper, or of this repository (family), "
+        "and draw it. Figures share their runs. Rerun it to resume.",
         extra="report",
     ),
 }

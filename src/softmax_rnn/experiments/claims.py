@@ -1,4 +1,4 @@
-"""The paper's eleven claims as data, and a verdict on each from the finished runs.
+"""The paper's eleven claims and our own as data, and a verdict on each from the finished runs.
 
 A claim is a list of checks on pairs of variants trained under the same conditions. Differences of
 test loss are paired by seed and test block (``paired_difference``). A check holds or fails if its
@@ -23,6 +23,8 @@ from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.metrics import loss_spikes
 
 Outcome = Literal["holds", "fails", "undecided", "not run"]
+# Whose claims: headings of the tables.
+PAPER, OWN = "The paper's claims", "Claims of this repository"
 # Margins of the checks, in nats per token.
 EQUAL, CLEAR, SLIGHT, NEAR = 0.03, 0.05, 0.1, 0.1
 CONFIDENCE = 0.95
@@ -38,11 +40,12 @@ class Check:
     - ``worse``: ``d > margin``.
     - ``slightly worse``: ``0 < d < margin``.
     - ``better``: ``d < -margin``.
+    - ``no worse``: ``d < margin`` (a one-sided test at 5%).
     - ``spikier``: more loss spikes in training, over all seeds.
     """
 
     variant: str
-    kind: Literal["equal", "worse", "slightly worse", "better", "spikier"]
+    kind: Literal["equal", "worse", "slightly worse", "better", "no worse", "spikier"]
     other: str
     margin: float = 0.0
 
@@ -54,12 +57,13 @@ class Check:
             "worse": (self.margin, math.inf),
             "slightly worse": (0, self.margin),
             "better": (-math.inf, -self.margin),
+            "no worse": (-math.inf, self.margin),
         }[self.kind]
 
     def __str__(self) -> str:
         """The check in words, with its margin."""
         margin = f" by > {self.margin:g}" if self.margin else ""
-        if self.kind in ("equal", "slightly worse"):
+        if self.kind in ("equal", "slightly worse", "no worse"):
             margin = f" within {self.margin:g}"
         joins = {"equal": "equal to", "spikier": "spikier than"}
         return f"{self.variant} {joins.get(self.kind, f'{self.kind} than')} {self.other}{margin}"
@@ -67,8 +71,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of the paper, the figures whose runs can decide it, and its checks."""
+    """A sentence, the figures whose runs can decide it, and its checks.
 
+    The source is ``PAPER`` or ``OWN``; each numbers its claims.
+    """
+
+    source: str
     number: int
     text: str
     figures: tuple[str, ...]
@@ -88,7 +96,7 @@ _STEPS = ((0, 1), (1, 2), (2, 4), (4, _LAST))  # of the highest power
 _GROWING = (f"taylor_elu:{_LAST}", f"taylor_relu:{_LAST}")
 _NORMS = ("norm", "norm_rms", "norm_layer_length", "norm_l2_length")
 
-# The sentence, the figures whose runs decide it, and its checks.
+# The paper's sentence, the figures whose runs decide it, and its checks.
 _CLAIMS: tuple[tuple[str, tuple[str, ...], tuple[Check, ...]], ...] = (
     ("Norm's loss equals softmax's.", ("figure2", "figure4"), _EQUAL),
     (
@@ -152,7 +160,41 @@ _CLAIMS: tuple[tuple[str, tuple[str, ...], tuple[Check, ...]], ...] = (
         _each(_NORMS, "equal", ["softmax"], EQUAL),
     ),
 )
-CLAIMS = tuple(Claim(number, *claim) for number, claim in enumerate(_CLAIMS, start=1))
+_DECAYED = ("taylor:2", "polynomial:2", "linear_elu")
+_FIRST_ORDER = ("linear_elu+decay", "retnet", "mamba2", "gla")
+_OWN_CLAIMS: tuple[tuple[str, tuple[Check, ...]], ...] = (
+    (
+        "A series of order 2 with a token decay is no worse than softmax.",
+        _each(["taylor:2+decay"], "no worse", ["softmax"], EQUAL),
+    ),
+    (
+        "A token decay lowers the loss of every finite series.",
+        tuple(Check(f"{name}+decay", "better", name) for name in _DECAYED),
+    ),
+    (
+        "With a decay, order 2 is still better than order 1.",
+        _each(["taylor:2+decay"], "better", _FIRST_ORDER),
+    ),
+    (
+        "Learned coefficients are no worse than Taylor's under the paper's norm.",
+        _each(["polynomial:2"], "no worse", ["taylor_norm:2"], EQUAL),
+    ),
+    (
+        "Softmax with a decay is no worse than softmax.",
+        _each(["forgetting"], "no worse", ["softmax"], EQUAL),
+    ),
+    (
+        "Exp inside a window and a series outside it is better than the series alone.",
+        _each(["window_taylor:2"], "better", ["taylor:2"]),
+    ),
+)
+CLAIMS = (
+    *(Claim(PAPER, number, *claim) for number, claim in enumerate(_CLAIMS, start=1)),
+    *(
+        Claim(OWN, number, text, ("family",), checks)
+        for number, (text, checks) in enumerate(_OWN_CLAIMS, start=1)
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -242,8 +284,9 @@ def examine(check: Check, runs: Runs, where: str) -> Finding:
         reason = "no spikes"
     else:
         low, high = check.bounds
-        # Two one-sided tests at 5% are a 90% interval.
-        level = 2 * CONFIDENCE - 1 if check.kind == "equal" else CONFIDENCE
+        # One-sided tests at 5% are a 90% interval.
+        one_sided = check.kind in ("equal", "no worse")
+        level = 2 * CONFIDENCE - 1 if one_sided else CONFIDENCE
         tested = paired_runs(variant, other, shared, level)
         outcome = _outcome(
             low < tested.low and tested.high < high,
@@ -267,6 +310,7 @@ def verdict_table(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
     """One row per finding, as plain data; missing and infinite numbers are ``None``."""
     return [
         {
+            "source": verdict.claim.source,
             "claim": verdict.claim.number,
             "text": verdict.claim.text,
             "verdict": verdict.outcome,
@@ -298,7 +342,12 @@ def rich_verdicts(verdicts: Sequence[Verdict]) -> Table:
     """The verdicts for the terminal: each claim, followed by its checks."""
     columns = ("claim", "verdict", "difference [95% interval]", "seeds", "where")
     table = terminal_table(columns, left=("claim", "verdict", "where"))
+    source = None
     for verdict in verdicts:
+        if verdict.claim.source != source:
+            source = verdict.claim.source
+            table.add_section()
+            table.add_row(f"[bold]{source}[/bold]")
         table.add_row(
             f"[bold]{verdict.claim.number:2}. {verdict.claim.text}[/bold]",
             _colored(verdict.outcome),

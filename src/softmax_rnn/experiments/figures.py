@@ -1,4 +1,4 @@
-"""The paper's figures as data: which variants were trained side by side, and how."""
+"""The paper's figures and one of this repository as data: what is trained side by side, and how."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Panel:
         title: the paper's name for it.
         variants: names, as ``compare`` takes them.
         corpus: key into the scale's corpora: ``pile``, ``slimpajama`` or ``fineweb``.
-        condition: key into the scale's conditions: ``base``, ``large`` (larger model) or ``long``
-            (longer sequence).
+        condition: key into the scale's conditions: ``base``, ``large`` (larger model), ``long``
+            (longer sequence) or ``family`` (smaller, so that many variants finish in an hour).
     """
 
     title: str
@@ -29,21 +29,21 @@ class Panel:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A figure of the paper.
+    """A figure of the paper, or of this repository (``family``).
 
     Attributes:
         name: for example ``figure4``.
         title: what the figure shows.
         panels: one per column of curves, or per line of final losses.
-        kind: ``curves`` (loss against tokens, test above train) or ``orders`` (final loss against
-            the highest power).
+        kind: ``curves`` (loss against tokens, test above train), ``orders`` (final loss against
+            the highest power) or ``states`` (curves, and final loss against the size of the state).
         large: whether the figure is drawn larger, as in the appendix.
     """
 
     name: str
     title: str
     panels: tuple[Panel, ...]
-    kind: Literal["curves", "orders"] = "curves"
+    kind: Literal["curves", "orders", "states"] = "curves"
     large: bool = False
 
     def only(self, variants: Sequence[str]) -> Experiment:
@@ -64,6 +64,14 @@ LINEAR = ("linear_elu", "linear_relu", "linear_cosine")
 # The paper has every power up to 10. Each point is a run and the curve is smooth, so fewer suffice.
 ORDERS = (0, 1, 2, 3, 4, 6, 10)
 SERIES = ("taylor", "taylor_elu", "taylor_relu", "taylor_cosine")
+# Systems of related work and of this library as members of one formula; ``+decay`` is a forget gate
+# per head and token (docs/related-systems.md).
+FAMILY = (
+    *("softmax", "norm", "forgetting"),
+    *("taylor:2", "taylor:2+decay", "taylor_norm:2", "polynomial:2", "polynomial:2+decay"),
+    *("linear_elu", "linear_elu+decay", "retnet", "mamba2", "gla"),
+    *("power_retention:2", "based", "window_taylor:2"),
+)
 _DENOMINATORS = (
     *("softmax", "detached", "clamped", "length"),
     *("detached_gate", "gate_only", "gate"),
@@ -116,5 +124,11 @@ FIGURES: dict[str, Experiment] = {
         _FIGURE6,
         replace(_FIGURE2, name="figure8", large=True),  # appendix G
         replace(_FIGURE6, name="figure9", large=True),
+        Experiment(  # not in the paper
+            "family",
+            "One formula: decays, polynomials and windows",
+            (Panel("the family", FAMILY, condition="family"),),
+            kind="states",
+        ),
     )
 }

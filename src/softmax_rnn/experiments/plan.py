@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pandas as pd
+import torch
 from rich.table import Table
 
 from softmax_rnn.experiments.costs import UTILISATION, bytes_text, cost, count_text, hours_text
@@ -49,6 +50,23 @@ def require_different(seeds: Sequence[int]) -> None:
     """Raise ``ValueError`` if a seed is given twice."""
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"A seed is given twice: {', '.join(map(str, seeds))}.")
+
+
+def require_trainable(config: RunConfig, name: str) -> None:
+    """Raise ``ValueError``, with the run's name, unless a small step of its model succeeds.
+
+    The model has one layer and few tokens; seed and random state are not changed.
+    """
+    from softmax_rnn.models import SoftmaxRNNForCausalLM  # slow to import
+    from softmax_rnn.training.run import model_config
+
+    tokens = torch.zeros(1, min(config.block_size, 4), dtype=torch.int64)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            small = model_config(replace(config, num_layers=1, vocab_size=2), 2, 0)
+            SoftmaxRNNForCausalLM(small)(input_ids=tokens, labels=tokens).loss.backward()
+    except Exception as error:  # an attention may raise anything
+        raise ValueError(f"{name} cannot be trained: {type(error).__name__}: {error}") from error
 
 
 def plan_table(runs: Sequence[PlannedRun], root: Path, gpu: str) -> pd.DataFrame:

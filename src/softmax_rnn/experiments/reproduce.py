@@ -1,4 +1,4 @@
-"""Reproduce a figure of the paper: its runs, its image, its HTML page."""
+"""Reproduce a figure: its runs, its image, its HTML page."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from softmax_rnn.report.check import check_run
 from softmax_rnn.report.grid import Column, draw_curves, draw_orders
 from softmax_rnn.report.html import Section, page
 from softmax_rnn.report.outputs import report
+from softmax_rnn.report.states import draw_states
 from softmax_rnn.report.table import by_variant, require_comparable
 from softmax_rnn.training.folder import RunFolder
 
@@ -95,6 +96,8 @@ def draw(experiment: Experiment, scale: Scale, root: Path, seeds: Sequence[int])
     stem = root / scale.name / experiment.name
     if experiment.kind == "orders":
         return draw_orders(list(columns.values()), title, stem)
+    if experiment.kind == "states":
+        return draw_states([run for column in columns.values() for run in column.runs], title, stem)
     return draw_curves(list(columns.values()), title, stem, experiment.large)
 
 

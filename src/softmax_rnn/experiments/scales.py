@@ -92,6 +92,8 @@ SCALES: dict[str, Scale] = {
                 "base": {},
                 "large": {"hidden_size": 192, "intermediate_size": 384, "num_heads": 6},
                 "long": {"block_size": 1024, "batch_size": 1},
+                # 16 variants with three seeds in about an hour on two cores.
+                "family": {"num_layers": 2, "steps": 1_000, "evaluate_every": 250},
             },
             dict.fromkeys(_WEB, _STDLIB),
         ),
@@ -106,21 +108,24 @@ SCALES: dict[str, Scale] = {
                 "evaluate_every": 500,
                 "save_every": 500,
             },
-            {"base": {}, "large": {"num_layers": 40}, "long": _LONG},
+            {"base": {}, "large": {"num_layers": 40}, "long": _LONG, "family": {}},
             _WEB,
         ),
         Scale(
             "paper",
             "appendix D, with the schedule that the authors' code runs (decay over 1,000,000)",
             PRESETS["small"],
-            {"base": {}, "large": PRESETS["large"], "long": _LONG},
+            {"base": {}, "large": PRESETS["large"], "long": _LONG, "family": {}},
             _WEB,
         ),
         Scale(
             "paper-list",
             "appendix D exactly: the learning rate decays to zero at step 100,000",
             {**PRESETS["small"], "schedule_steps": None},
-            {"base": {}, "large": {**PRESETS["large"], "schedule_steps": None}, "long": _LONG},
+            {
+                **{"base": {}, "long": _LONG, "family": {}},
+                "large": {**PRESETS["large"], "schedule_steps": None},
+            },
             _WEB,
         ),
     )

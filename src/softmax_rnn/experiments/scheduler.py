@@ -19,7 +19,7 @@ from softmax_rnn._utils import progress
 from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn._utils.files import make_writable
 from softmax_rnn.experiments.launchers import Job, Launcher, launcher
-from softmax_rnn.experiments.plan import PlannedRun
+from softmax_rnn.experiments.plan import PlannedRun, require_trainable
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.run import load_blocks
 from softmax_rnn.training.stopping import RunStopped, StopRequest
@@ -55,8 +55,8 @@ def run_all(
         console: where progress is shown.
 
     Raises:
-        ValueError: for an invalid corpus, or a folder that contains a run with another
-            configuration or corpus.
+        ValueError: for a variant that cannot be trained, an invalid corpus, or a folder that
+            contains a run with another configuration or corpus.
         RunsFailedError: if a run failed; the others were finished first.
         RunStopped: if a signal or the time limit stopped the runs; they can be resumed.
     """
@@ -90,7 +90,13 @@ def run_all(
 
 
 def _check(runs: Sequence[PlannedRun]) -> None:
-    """Check every corpus, and that no folder contains another run or one that is in progress."""
+    """Check every attention and corpus, and that no folder contains another run or one in progress.
+
+    So that an error comes at once, and not after the runs before it.
+    """
+    unfinished = {str(run.config.attention): run for run in runs if not run.folder.finished}
+    for run in unfinished.values():
+        require_trainable(run.config, run.name)
     manifests: dict[RunConfig, dict[str, Any]] = {}
     for run in runs:
         conditions = replace(run.config, attention="softmax", seed=0)

@@ -84,8 +84,7 @@ def remainder_bound(order: int, radius: float) -> float:
         ValueError: for an order that is not an integer >= 0, or a radius that is not in [0, 700]
             (beyond 700, exp itself overflows).
     """
-    if isinstance(order, bool) or not isinstance(order, int) or order < 0:
-        raise ValueError(f"order must be an integer >= 0, not {order!r}.")
+    require_order(order)
     _check_radius(radius)
     factors = (radius / n for n in count(1))
     terms = accumulate(factors, operator.mul, initial=1.0)
@@ -109,6 +108,12 @@ def order_for(tolerance: float, radius: float) -> int:
     # Past e * radius every further order more than halves the remainder.
     orders = range(int(math.e * radius) + int(math.log2(1 / min(tolerance, 0.5))) + 2)
     return bisect_left(orders, True, key=lambda order: remainder_bound(order, radius) <= tolerance)
+
+
+def require_order(order: int) -> None:
+    """Raise ``ValueError`` unless ``order`` is an integer >= 0."""
+    if isinstance(order, bool) or not isinstance(order, int) or order < 0:
+        raise ValueError(f"order must be an integer >= 0, not {order!r}.")
 
 
 def _check_radius(radius: float) -> None:

@@ -74,6 +74,11 @@ def panel(ax: Axes, lines: list[Curve], title: str) -> None:
             )
     ax.set_title(title)
     ax.set_xlabel("training tokens (millions)")
+    loss_axis(ax)
+
+
+def loss_axis(ax: Axes) -> None:
+    """Make the vertical axis logarithmic, with round numbers."""
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

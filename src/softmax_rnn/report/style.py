@@ -72,6 +72,9 @@ def style(variant: str) -> Style:
     series, _, order = variant.partition(":")
     if variant in _STYLES:
         return _STYLES[variant]
+    base, plus, _ = variant.partition("+")
+    if plus:  # a variant with a decay has the colour of the one without
+        return Style(style(base).color, ":")
     if series in _SERIES and order.isdecimal():
         color = _BY_ORDER.get(int(order), _PALETTE[int(order) % len(_PALETTE)])
         return Style(color, _DASHES[_SERIES.index(series)])
@@ -81,7 +84,8 @@ def style(variant: str) -> Style:
 def styles(variants: Iterable[str]) -> dict[str, Style]:
     """The styles of variants in one figure; of two with the same style one gets a free style."""
     looks: dict[str, Style] = {}
-    for name in sorted(variants, key=lambda name: (name not in _STYLES, name)):
+    # Fixed styles first, then those that an order or a decay sets, then any.
+    for name in sorted(variants, key=lambda name: (name not in _STYLES, name.isidentifier(), name)):
         look, taken = style(name), looks.values()
         free = (other for other in _FREE if other not in taken)
         looks[name] = next(free, look) if look in taken else look

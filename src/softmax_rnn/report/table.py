@@ -12,6 +12,7 @@ from rich.table import Table
 
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.variants import resolve, variants
+from softmax_rnn.report.memory import LayerMemory, layer_memory
 from softmax_rnn.report.statistics import BLOCKS_ONLY, Difference, paired_runs
 from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training.config import RunConfig
@@ -27,11 +28,13 @@ _MAY_DIFFER = ("attention", "seed", "corpus", "text_column", *RunConfig.neutral_
 def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
     """One row per variant; losses are means over its seeds.
 
-    Columns: variant; seeds; parameters; train_loss (mean over the last tenth of the run); test_loss
-    (on the full test split after the last step); difference, low and high (difference to softmax
-    with its 95% interval, paired by seed and block; NaN without softmax); interval_over (what the
-    interval covers: with one shared seed, test blocks only); tokens_per_second (median);
-    peak_memory_bytes (maximum); skipped_steps and loss_spikes (sums over seeds).
+    Columns: variant; seeds; parameters; state_bytes and state_kind (of one layer, see
+    :class:`softmax_rnn.report.memory.LayerMemory`); train_loss (mean over the last tenth of the
+    run); test_loss (on the full test split after the last step); difference, low and high
+    (difference to softmax with its 95% interval, paired by seed and block; NaN without softmax);
+    interval_over (what the interval covers: with one shared seed, test blocks only);
+    tokens_per_second (median); peak_memory_bytes (maximum); skipped_steps and loss_spikes (sums
+    over seeds).
 
     Raises:
         ValueError: if runs cannot be compared; the message names two runs and what differs.
@@ -42,10 +45,13 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
     rows = []
     for variant, seeds in grouped.items():
         summaries = pd.DataFrame([run.summary for run in seeds.values()])
+        memory = layer_memory(next(iter(seeds.values())).config)
         row = {
             "variant": variant,
             "seeds": len(seeds),
             "parameters": int(summaries.parameters[0]),
+            "state_bytes": memory.size,
+            "state_kind": memory.kind,
             "train_loss": summaries.train_loss.mean(),
             "test_loss": summaries.test_loss.mean(),
             **dict.fromkeys(("difference", "low", "high"), np.nan),
@@ -109,7 +115,7 @@ def by_variant(runs: Sequence[RunFolder]) -> dict[str, dict[int, RunFolder]]:
     rank = {name: index for index, name in enumerate(variants())}
 
     def position(name: str) -> tuple[int, int, str]:
-        family, _, order = name.partition(":")
+        family, _, order = name.partition("+")[0].partition(":")
         return rank.get(family, len(rank)), int(order) if order.isdecimal() else 0, name
 
     return {name: grouped[name] for name in sorted(grouped, key=position)}
@@ -152,6 +158,7 @@ def cells(table: pd.DataFrame) -> list[list[str]]:
         "test loss": table.test_loss.map("{:.4f}".format),
         f"minus {REFERENCE} [95% interval]": map(difference_text, table.to_dict("records")),
         "tokens/s": table.tokens_per_second.map("{:,.0f}".format),
+        "state per layer": map(memory_text, table.to_dict("records")),
         "peak memory": table.peak_memory_bytes.map(lambda size: f"{size / 2**20:,.0f} MiB"),
         **{title: table[x].map("{:,}".format) for x, title in _EVENTS.items() if table[x].any()},
     }
@@ -163,6 +170,11 @@ def difference_text(row: Mapping[Any, Any]) -> str:
     if np.isnan(row["difference"]):
         return "-"
     return str(Difference(row["difference"], row["low"], row["high"], row["interval_over"]))
+
+
+def memory_text(row: Mapping[Any, Any]) -> str:
+    """The state of a layer, or what it keeps instead; the row is one of ``results``."""
+    return str(LayerMemory(row["state_bytes"], row["state_kind"]))
 
 
 def interval_note(table: pd.DataFrame) -> str:

@@ -162,8 +162,11 @@ class RunFolder:
             lock.release()
 
     def check_same_config(self, config: RunConfig) -> None:
-        """Raise ``ValueError`` if the run was started with another configuration."""
-        there, here = self.config.to_dict(), config.to_dict()
+        """Raise ``ValueError`` if the run was started with another configuration.
+
+        The fields of an attention may be partly given: those left out have their defaults.
+        """
+        there, here = _complete(self.config), _complete(config)
         neutral = {name: here[name] for name in RunConfig.neutral_fields()}
         what, advice = "with another configuration", ", or the same settings"
         self._require_equal({**there, **neutral}, here, what, advice)
@@ -268,6 +271,14 @@ def differences(there: dict[str, Any], here: dict[str, Any], now: str = "now") -
         for key in there
         if there[key] != here[key]
     )
+
+
+def _complete(config: RunConfig) -> dict[str, Any]:
+    """The settings, with every field of an attention that is not a variant's name."""
+    fields = config.to_dict()
+    if not isinstance(config.attention, str):
+        fields["attention"] = {**config.attention, **config.spec.to_dict()}
+    return fields
 
 
 def _table(path: Path, columns: Any) -> pd.DataFrame:
