@@ -11,7 +11,8 @@ from typing import Any
 from softmax_rnn._utils.plain_yaml import parse_yaml
 from softmax_rnn.experiments.plan import PlannedRun, require_different, run_folder
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.variants import resolve
+from softmax_rnn.ops.systems import Variant
+from softmax_rnn.ops.variants import resolve_layer
 from softmax_rnn.report.table import may_name
 from softmax_rnn.training.config import RunConfig
 
@@ -25,7 +26,7 @@ def compare_configs(
         words: what to train. Each is the name of a variant (``taylor:4``), a new name for one
             (``early=taylor:8``), or a name for a file with fields of :class:`AttentionSpec`
             (``mine=spec.yaml``). A file may start from a variant (``variant: norm``) and change
-            some fields.
+            some fields; ``layer`` has fields of :class:`LayerOptions`.
         seeds: one run per variant and seed.
         base: the settings of all runs.
         root: folder of the runs; a run's own folder is named after its variant and seed.
@@ -34,46 +35,51 @@ def compare_configs(
         ValueError: for an unknown variant, an invalid file or name, or a variant, name or seed
             that is given twice.
     """
-    attentions: dict[str, str | dict[str, Any]] = {}
-    given: dict[AttentionSpec, str] = {}
+    attentions: dict[str, dict[str, Any]] = {}
+    given: dict[Variant, str] = {}
     for word in words:
-        name, attention, spec = _attention(word)
-        if spec in given:
+        name, variant, fields = _attention(word, base.layer)
+        if variant in given:
             raise ValueError(
-                f"{given[spec]!r} and {word!r} are the same variant: give one of them."
+                f"{given[variant]!r} and {word!r} are the same variant: give one of them."
             )
         if name.replace(":", "-") in {other.replace(":", "-") for other in attentions}:
             raise ValueError(f"The name {name!r} of {word!r} is already taken: choose another.")
-        given[spec], attentions[name] = word, attention
+        given[variant], attentions[name] = word, fields
     require_different(seeds)
     return [
-        PlannedRun(replace(base, attention=attention, seed=seed), run_folder(root, name, seed))
-        for seed, (name, attention) in itertools.product(seeds, attentions.items())
+        PlannedRun(replace(base, **fields, seed=seed), run_folder(root, name, seed))
+        for seed, (name, fields) in itertools.product(seeds, attentions.items())
     ]
 
 
-def _attention(word: str) -> tuple[str, str | dict[str, Any], AttentionSpec]:
-    """The name of a variant to compare, its entry in a run's configuration, and its spec."""
+def _attention(word: str, layer: dict[str, Any]) -> tuple[str, Variant, dict[str, Any]]:
+    """The name of a variant to compare, the variant, and its part of a run's configuration.
+
+    ``layer`` are layer options that every variant gets.
+    """
     name, equals, value = word.partition("=")
     if not equals:
-        return word, word, resolve(word)
+        return word, resolve_layer(word, layer), {"attention": word}
     is_file = value.endswith((".yaml", ".yml", ".json")) or Path(value).is_file()
-    spec = _read_spec(Path(value)) if is_file else resolve(value)
-    if not may_name(name, spec):
+    found = _read_variant(Path(value)) if is_file else resolve_layer(value)
+    found = found._replace(options=found.options.replaced(layer))
+    if not may_name(name, found):
         raise ValueError(
             f"{name!r} cannot be the name of {value!r}: a name has only letters, digits, _ and -, "
             "and is not the name of another variant."
         )
-    return name, spec.to_dict(), spec
+    return name, found, {"attention": found.spec.to_dict(), "layer": found.options.to_dict()}
 
 
-def _read_spec(path: Path) -> AttentionSpec:
+def _read_variant(path: Path) -> Variant:
     if not path.is_file():
         raise ValueError(f"There is no file {path}.")
     fields = parse_yaml(path.read_bytes(), path)
     try:
-        if isinstance(fields, dict) and "variant" in fields:
-            fields = {**resolve(fields.pop("variant")).to_dict(), **fields}
-        return AttentionSpec.from_dict(fields)
+        if not isinstance(fields, dict):
+            raise ValueError(f"an attention's fields must be a mapping, not {fields!r}.")
+        base = resolve_layer(fields.pop("variant", AttentionSpec()), fields.pop("layer", {}))
+        return base._replace(spec=AttentionSpec.from_dict({**base.spec.to_dict(), **fields}))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error

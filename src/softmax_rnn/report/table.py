@@ -11,7 +11,8 @@ import pandas as pd
 from rich.table import Table
 
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.variants import resolve, variants
+from softmax_rnn.ops.systems import Variant
+from softmax_rnn.ops.variants import resolve_layer, variants
 from softmax_rnn.report.memory import LayerMemory, layer_memory
 from softmax_rnn.report.statistics import BLOCKS_ONLY, Difference, paired_runs
 from softmax_rnn.report.terminal import terminal_table
@@ -22,7 +23,7 @@ REFERENCE = "softmax"
 # Fields of a summary that are shown only if one is not 0, and their column titles.
 _EVENTS = {"skipped_steps": "steps skipped", "loss_spikes": "loss spikes"}
 # The corpus may have another path: its text is compared by hash.
-_MAY_DIFFER = ("attention", "seed", "corpus", "text_column", *RunConfig.neutral_fields())
+_MAY_DIFFER = ("attention", "layer", "seed", "corpus", "text_column", *RunConfig.neutral_fields())
 
 
 def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
@@ -106,7 +107,7 @@ def by_variant(runs: Sequence[RunFolder]) -> dict[str, dict[int, RunFolder]]:
                 "report on one of them."
             )
         first = next(iter(seeds.values()), run)
-        if first.config.spec != run.config.spec:
+        if first.config.variant != run.config.variant:
             raise ValueError(
                 f"{first.path} and {run.path} have one name, {label(run)!r}, for two attentions: "
                 "report on them separately."
@@ -132,18 +133,20 @@ def label(run: RunFolder) -> str:
         return attention
     folder = run.path.absolute().name
     name = folder.removesuffix(f"-seed{run.config.seed}")
-    if name != folder and may_name(name, run.config.spec):
+    if name != folder and may_name(name, run.config.variant):
         return name
-    plain = AttentionSpec().to_dict()
-    fields = run.config.spec.to_dict()
+    plain, fields = (
+        found.spec.to_dict() | found.options.to_dict()
+        for found in (Variant(AttentionSpec()), run.config.variant)
+    )
     changed = (f"{key}={fields[key]}" for key in plain if fields[key] != plain[key])
     return ", ".join(changed) or REFERENCE
 
 
-def may_name(name: str, spec: AttentionSpec) -> bool:
+def may_name(name: str, attention: Variant) -> bool:
     """Whether an attention may have this name: it is valid, and no other variant's name."""
     try:
-        return resolve(name) == spec
+        return resolve_layer(name) == attention
     except ValueError:
         return re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None
 

@@ -23,7 +23,8 @@ from softmax_rnn._utils.validation import (
     validated,
 )
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.variants import resolve
+from softmax_rnn.ops.systems import Variant
+from softmax_rnn.ops.variants import resolve_layer
 from softmax_rnn.sizes import SIZES
 
 Precision = Literal["auto", "fp32", "bf16"]
@@ -79,6 +80,7 @@ class RunConfig:
 
     Attributes:
         attention: a variant's name (``taylor:4`` with an order), or a full specification.
+        layer: fields of LayerOptions (``qk_dim``...) in place of those of the variant.
         seed: draws the initial values and the order of the blocks.
         hidden_size: width of the residual stream.
         intermediate_size: width of the MLP.
@@ -129,6 +131,7 @@ class RunConfig:
     """
 
     attention: str | dict[str, Any] = "softmax"
+    layer: dict[str, Any] = dataclasses.field(default_factory=dict)
     seed: Seed = 0
 
     hidden_size: PositiveInt = 128
@@ -174,7 +177,7 @@ class RunConfig:
     wandb: Annotated[bool, NEUTRAL] = False
 
     def __post_init__(self) -> None:
-        assert self.spec is not None  # raises for an unknown variant
+        assert self.variant is not None  # raises for an unknown one
         for name, value in validated(_fields(), vars(self)).model_dump().items():
             object.__setattr__(self, name, value)  # integers in float fields become floats
         for divisor, name in _DIVISORS:
@@ -198,16 +201,21 @@ class RunConfig:
             )
 
     @property
-    def spec(self) -> AttentionSpec:
-        """The attention's specification."""
+    def variant(self) -> Variant:
+        """The attention's specification and the options of its layer."""
         if isinstance(self.attention, dict):
-            return AttentionSpec.from_dict(self.attention)
+            return resolve_layer(AttentionSpec.from_dict(self.attention), self.layer)
         if isinstance(self.attention, str):
-            return resolve(self.attention)
+            return resolve_layer(self.attention, self.layer)
         raise ValueError(
             "attention must be a variant's name or a mapping of an AttentionSpec's fields, not "
             f"{shown(self.attention)}."
         )
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The attention's specification."""
+        return self.variant.spec
 
     @property
     def horizon(self) -> int:

@@ -33,7 +33,9 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 
 from softmax_rnn._utils.files import file_aside, sync, write_json, writing
 from softmax_rnn._utils.validation import Count, NonNegative, PositiveInt, Text, validated
+from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.systems import Variant
 from softmax_rnn.training.config import RunConfig
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -178,12 +180,15 @@ class RunFolder:
         if "attention" not in environment:  # written by an earlier version
             return
         try:
-            then = AttentionSpec.from_dict(environment["attention"])
+            spec = AttentionSpec.from_dict(environment["attention"])
+            then = Variant(spec, LayerOptions.from_dict(environment.get("layer", {})))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{self.environment_file}: attention: {error}") from error
         what = f"of {self.config.attention!r} as it was defined then"
         advice = "; these fields give its attention"
-        self._require_equal(then.to_dict(), self.config.spec.to_dict(), what, advice)
+        now = self.config.variant
+        self._require_equal(then.spec.to_dict(), now.spec.to_dict(), what, advice)
+        self._require_equal(then.options.to_dict(), now.options.to_dict(), what, advice)
 
     def check_same_corpus(self, manifest: dict[str, Any]) -> None:
         """Raise ``ValueError`` if the corpus is not what it was when the run was started."""
@@ -200,10 +205,11 @@ class RunFolder:
             )
 
     def record_session(
-        self, session: dict[str, Any], attention: AttentionSpec, manifest: dict[str, Any]
+        self, session: dict[str, Any], attention: Variant, manifest: dict[str, Any]
     ) -> None:
         """Write the environment of a session; the first one also records attention and corpus."""
-        record = {**session, "attention": attention.to_dict(), "corpus": manifest}
+        fields = {"attention": attention.spec.to_dict(), "layer": attention.options.to_dict()}
+        record = {**session, **fields, "corpus": manifest}
         if self.exists:
             record = self.environment
             before = record.get("sessions")
@@ -278,7 +284,7 @@ def _complete(config: RunConfig) -> dict[str, Any]:
     fields = config.to_dict()
     if not isinstance(config.attention, str):
         fields["attention"] = {**config.attention, **config.spec.to_dict()}
-    return fields
+    return {**fields, "layer": config.variant.options.to_dict()}
 
 
 def _table(path: Path, columns: Any) -> pd.DataFrame:

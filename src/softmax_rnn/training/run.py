@@ -78,7 +78,8 @@ def model_config(config: RunConfig, vocab_size: int, end_of_text: int) -> Softma
             f"vocab_size={rows} rows of the embedding."
         )
     return SoftmaxRNNConfig(
-        attention=config.attention,  # a name means its layer's options as well
+        attention=config.spec,
+        layer_options=config.variant.options,
         vocab_size=rows,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -223,7 +224,7 @@ def _make_ready(loop: Loop, resume: bool) -> Path | None:
     session = environment()
     if folder.exists:
         session |= {"start": found.name if found else None, "left_out": skipped}
-    folder.record_session(session, loop.config.spec, loop.corpus.manifest)
+    folder.record_session(session, loop.config.variant, loop.corpus.manifest)
     loop.config.save(folder.config_file)
     folder.rewind(found)
     return found
