@@ -144,6 +144,8 @@ def test_convolutions_keep_their_inputs(
     assert torch.equal(found.sequences, expected)
     cache = found.past_key_values
     assert type(cache) is sr.RecurrentCache
+    rows = 2 * options.get("num_beams", 1)
+    assert cache.nbytes == recurrent_bytes(model.config, torch.float32, rows) + 2 * rows * 8
     cache.save(tmp_path / "cache.safetensors")
     restored = sr.RecurrentCache.load(tmp_path / "cache.safetensors")
     assert torch.equal(restored.layer(1).state.inputs, cache.layer(1).state.inputs)
@@ -215,3 +217,9 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     cache.reset()
     with pytest.raises(ValueError, match="is empty"):
         cache.save(tmp_path / "cache.safetensors")
+
+
+def test_convolutions_refuse_packed_sequences() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    with pytest.raises(ValueError, match="A short convolution sees tokens, not pairs of them"):
+        convolved("softmax")(torch.ones_like(positions), position_ids=positions, use_cache=False)

@@ -164,6 +164,20 @@ def test_chunks_against_a_cache(name: str) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("cache", [DynamicCache, sr.RecurrentCache])
+def test_features_that_depend_on_positions_against_a_cache(cache: type) -> None:
+    """cosFormer of a length at which positions matter."""
+    model, ids = (
+        build("cosformer", layer_options={"cosine_length": 24}),
+        torch.randint(0, 61, (1, 20)),
+    )
+    whole, held = model(ids, use_cache=False).logits, cache()
+    parts = [model(part, past_key_values=held).logits for part in ids.split([7, 1, 12], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-4)
+    longer = build("cosformer", layer_options={"cosine_length": 48})(ids, use_cache=False).logits
+    assert not torch.allclose(longer, whole, atol=1e-2)
+
+
 @pytest.mark.parametrize(
     "name",
     [*("norm", "layer_both_gates", "linear_cosine", "taylor:3", "softmax+decay"), *SYSTEMS],

@@ -29,7 +29,7 @@ class LayerTerms:
         self.pairs = pairs  # visible pairs of a head, over all sequences
         # How many of the largest |s| to keep: up to the two between which the percentile is.
         self.kept = pairs - math.floor(PERCENTILE / 100 * (pairs - 1))
-        heads = module.q_proj.out_features // module.head_dim
+        heads = module.q_proj.out_features // module.qk_dim
         zeros = module.q_proj.weight.new_zeros((heads, max_order + 1), dtype=torch.float64)
         self.log_terms = torch.full_like(zeros[:, : order + 1], -math.inf)
         self.log_numerators = self.log_terms.clone()

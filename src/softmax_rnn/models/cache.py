@@ -154,9 +154,14 @@ def recurrent_bytes(config: Any, dtype: torch.dtype, batch: int = 1) -> int | No
     spec = config.spec
     if not any(FORMS[form].stateful for form in forms(spec)):
         return None
-    width = key_width(config.options, config.head_dim)
-    size = state_size(spec, width, config.head_dim) * compute_dtype(dtype).itemsize
-    return batch * config.num_hidden_layers * config.num_key_value_heads * size
+    options, kv_heads = config.options, config.num_key_value_heads
+    width = key_width(options, config.head_dim)
+    size = kv_heads * state_size(spec, width, config.head_dim) * compute_dtype(dtype).itemsize
+    if options.short_convolution:  # of queries, keys and values
+        qk_dim = options.qk_dim or config.head_dim
+        channels = (config.num_attention_heads + kv_heads) * qk_dim + kv_heads * config.head_dim
+        size += (options.short_convolution - 1) * channels * dtype.itemsize
+    return batch * config.num_hidden_layers * size
 
 
 def key_value_bytes(config: Any, dtype: torch.dtype, tokens: int, batch: int = 1) -> int:
