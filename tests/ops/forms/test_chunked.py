@@ -137,8 +137,8 @@ def test_the_operators_are_well_formed(causal: bool) -> None:
     state = torch.randn(2, 4, state_rows(SPECS["taylor"], 3))
     for before in (None, state.requires_grad_()):
         inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), before)
-        plan = ("taylor", 2, True, causal, CHUNK, before is not None, True)
-        library.opcheck(torch.ops.softmax_rnn.chunked_sums, (*inputs, *plan))
+        plan = ("taylor", 2, None, "none", True, causal, CHUNK, before is not None, True)
+        library.opcheck(torch.ops.softmax_rnn.chunked_sums, (*inputs, None, None, *plan))
 
 
 class Largest(TorchDispatchMode):
