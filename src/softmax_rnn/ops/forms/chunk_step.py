@@ -138,8 +138,11 @@ def backward(
             dcoefficients = _by_power(tables, queries, dread * features[0])
         dfeatures.append(times(dread, coefficients))
     if dnew_state is not None and (dstate is not None or fade.state is not None):
-        kept = times(dnew_state, fade.state)
-        dstate = kept if dstate is None else dstate + kept
+        if dstate is None or fade.state is None:
+            kept = times(dnew_state, fade.state)
+            dstate = kept if dstate is None else dstate + kept
+        else:
+            dstate = torch.addcmul(dstate, dnew_state, fade.state)
     if keys is not None and dnew_state is not None:
         dfeatures.append(dnew_state.mT @ times(keys.v, fade.values))
         dv = times(dnew_state @ features[-1], fade.values)
@@ -290,7 +293,7 @@ def _hide_future(tables: Tables, fade: Fading, weights: Tensor) -> Tensor:
 
 def _plus(x: Tensor | None, a: Tensor, b: Tensor, factor: Tensor | None = None) -> Tensor:
     """``x + a @ b * factor``."""
-    if x is None or factor is not None:
-        product = times(a @ b, factor)
-        return product if x is None else x + product
-    return torch.baddbmm(x, a, b)
+    if factor is not None:
+        product = a @ b
+        return product.mul_(factor) if x is None else torch.addcmul(x, product, factor)
+    return a @ b if x is None else torch.baddbmm(x, a, b)

@@ -160,23 +160,26 @@ _sums.register_fake(_empty_sums)
 @library.custom_op(
     "softmax_rnn::chunked_grads",
     mutates_args=(),
-    schema=f"{_INPUTS}Tensor? sums, Tensor? last_state, Tensor kept, Tensor? dsums, "
+    schema=f"{_INPUTS}Tensor kept, Tensor? sums, Tensor? last_state, Tensor? dsums, "
     f"Tensor? dlast_state, {_PLAN} -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
 @torch.no_grad()
 def _grads(*arguments: Any) -> tuple[Tensor, ...]:
-    """The gradients of the inputs, empty for those that are ``None``."""
+    """The gradients of the inputs, empty for those that are ``None``.
+
+    That of log decays needs ``sums`` and ``last_state``, and is not computed without them.
+    """
     inputs, plan = Columns(*arguments[:_COUNT]), _Plan(*arguments[_COUNT + 5 :])
-    sums, last_state, kept, dsums, dlast_state = arguments[_COUNT : _COUNT + 5]
+    kept, sums, last_state, dsums, dlast_state = arguments[_COUNT : _COUNT + 5]
     outputs = Columns(*_empty_grads(*arguments))
     if dsums is None:
-        dsums = torch.zeros_like(sums)
+        dsums = inputs.values.new_zeros(*inputs.values.shape[:2], *inputs.queries.shape[2:])
     for heads, chunks in _by_heads(plan, inputs):
-        grads = Columns(*(x[heads] for x in outputs))
+        grads = outputs.of(heads)
         found = None if dlast_state is None else dlast_state[heads]
         chunks.grads(dsums[heads], found, list(kept[:, heads]), grads)
-    if inputs.log_decay is not None:
+    if sums is not None:
         changes = sums, dsums, last_state, dlast_state
         outputs.log_decay.copy_(log_decay_grad(plan.spec, inputs, outputs, *changes))
     return tuple(outputs)
@@ -191,8 +194,8 @@ def _empty_grads(*arguments: Any) -> tuple[Tensor, ...]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     given, ctx.plan = inputs[:_COUNT], inputs[_COUNT:]
     sums, last_state, noise, kept = output
-    decays = Columns(*given).log_decay is not None
-    ctx.save_for_backward(*given, *((sums, last_state) if decays else (None, None)), kept)
+    results = (None, None) if Columns(*given).log_decay is None else (sums, last_state)
+    ctx.save_for_backward(*given, kept, *results)
     ctx.mark_non_differentiable(noise, kept)
     ctx.set_materialize_grads(False)
 
@@ -201,9 +204,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, dsums: Tensor | None, dlast: Tensor | None, *_: None) -> tuple[Any, ...]:
     dlast = dlast if _Plan(*ctx.plan).keep_state else None
     saved = ctx.saved_tensors  # once: activation checkpointing allows only one access
-    grads = _grads(*saved, dsums, dlast, *ctx.plan)
-    given = (None if x is None else grad for x, grad in zip(saved[:_COUNT], grads, strict=True))
-    return *given, *(None for _ in ctx.plan)
+    *saved, sums, last_state = saved
+    if not ctx.needs_input_grad[Columns._fields.index("log_decay")]:
+        sums = last_state = None
+    grads = _grads(*saved, sums, last_state, dsums, dlast, *ctx.plan)
+    given = zip(grads, ctx.needs_input_grad, strict=False)
+    return *(grad if needed else None for grad, needed in given), *(None for _ in ctx.plan)
 
 
 _sums.register_autograd(_backward, setup_context=_save)
@@ -215,7 +221,7 @@ def _by_heads(plan: _Plan, inputs: Columns) -> Iterator[tuple[slice, _Chunks]]:
     count = heads_per_step(plan.spec, q.shape[1], plan.chunk, q.shape[2], q.device.type)
     for start in range(0, len(q), count):
         heads = slice(start, start + count)
-        yield heads, _Chunks(plan, Columns(*(None if x is None else x[heads] for x in inputs)))
+        yield heads, _Chunks(plan, inputs.of(heads))
 
 
 class _Chunks:

@@ -30,6 +30,10 @@ class Columns(NamedTuple):
     log_decay: Tensor | None
     coefficients: Tensor | None
 
+    def of(self, heads: slice) -> Columns:
+        """The tensors of some of the N."""
+        return Columns(*(x if x is None else x[heads] for x in self))  # type: ignore[arg-type]
+
 
 def to_columns(
     q: Tensor,

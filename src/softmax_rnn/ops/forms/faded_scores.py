@@ -21,10 +21,10 @@ _LOWEST = {torch.float32: -80.0, torch.float64: -700.0}
 
 
 def faded(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """``exp(exponent)`` in ``dtype``, at most 1, and 0 for very low exponents."""
+    """``exp(exponent)`` in ``dtype``, at most 1, and 0 for very low exponents; may overwrite it."""
     lowest = _LOWEST[dtype]
-    factors = exponent.to(dtype).clamp(lowest - 1, 0.0).exp_()
-    return F.threshold(factors, math.exp(lowest), 0.0)
+    factors = exponent.to(dtype).clamp_(lowest - 1, 0.0).exp_()
+    return F.threshold_(factors, math.exp(lowest), 0.0)
 
 
 def pair_factors(total: Tensor, dtype: torch.dtype) -> Tensor:

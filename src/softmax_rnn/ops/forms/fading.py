@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from softmax_rnn.ops.cost import FEATURES
 from softmax_rnn.ops.forms.chunk_tables import Tables
 from softmax_rnn.ops.forms.columns import Columns
 from softmax_rnn.ops.forms.faded_scores import faded, pair_factors
@@ -52,9 +53,9 @@ def fading(tables: Tables, log_decay: Tensor | None, groups: int) -> Fading:
     if log_decay is None:
         return NO_FADING
     total, dtype = log_decay.cumsum(-1), tables.weights.dtype
-    end = total[..., -1:]
-    read, added, kept = (faded(x, dtype) for x in (total, end - total, end))
-    read = read.repeat(1, 1, groups)
+    exponents = torch.cat([total, total[..., -1:] - total], dim=2)
+    read, added = faded(exponents, dtype).chunk(2, dim=2)
+    kept, read = read[..., -1:], read.repeat(1, 1, groups)
     if tables.channels:
         kept = monomials(kept, tables.degree, tables.gathers)[:, tables.unused :].mT
         return Fading(queries=read, keys=added, state=kept, total=total)
@@ -68,6 +69,26 @@ def times(x: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def log_decay_grad(
+    spec: AttentionSpec,
+    inputs: Columns,
+    grads: Columns,
+    sums: Tensor,
+    dsums: Tensor,
+    state: Tensor,
+    dstate: Tensor | None,
+) -> Tensor:
+    """:func:`_log_decay_grad`, by as many heads as fit the cache with their products."""
+    assert inputs.log_decay is not None
+    count = max(1, FEATURES["cpu"] // max(1, inputs.values[0].numel()))
+    parts = []
+    for start in range(0, len(sums), count):
+        heads = slice(start, start + count)
+        changes = (x if x is None else x[heads] for x in (sums, dsums, state, dstate))
+        parts.append(_log_decay_grad(spec, inputs.of(heads), grads.of(heads), *changes))
+    return torch.cat(parts) if parts else torch.zeros_like(inputs.log_decay)
+
+
+def _log_decay_grad(
     spec: AttentionSpec,
     inputs: Columns,
     grads: Columns,
