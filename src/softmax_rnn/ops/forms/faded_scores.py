@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Exponentials of less are 0: exponentials and products of denormal numbers are slow on a CPU.
-_LOWEST = {torch.float32: -80.0, torch.float64: -700.0}
+_LOWEST = {torch.float32: -65.0, torch.float64: -700.0}
 
 
 def faded(exponent: Tensor, dtype: torch.dtype) -> Tensor:
