@@ -52,7 +52,8 @@ def make_tables(
 ) -> Tables:
     """The tables of a spec, for a key width and a chunk length."""
     series, (first, degree) = PowerSeries.from_spec(spec), degrees(spec)
-    coefficients = series.coefficients or (1.0,) * (degree + 1)
+    numbers = series.coefficients or (1.0,) * (degree + 1)
+    coefficients = [float(a) for a in numbers]
     sizes = [dimension(width, n) for n in range(first, degree + 1)]
     with torch.inference_mode(False):
         weights = row_weights(spec, width, dtype, device)
