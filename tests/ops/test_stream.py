@@ -81,7 +81,7 @@ def test_values_of_zero_leave_what_the_state_holds() -> None:
 def test_a_spec_without_a_state_is_refused() -> None:
     with pytest.raises(ValueError, match="no finite state"):
         sr.Stream("norm")
-    with pytest.raises(ValueError, match=r"A window \(window=7\) has no recurrent form"):
+    with pytest.raises(ValueError, match=r"A window \(window=5\) has no recurrent form"):
         sr.Stream(WIDENED["window_power"])
     with pytest.raises(ValueError, match=r"clamp=5.0\).*no recurrent form"):
         sr.Stream(sr.AttentionSpec(series="taylor", order=2, clamp=5.0))

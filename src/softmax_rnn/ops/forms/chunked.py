@@ -62,10 +62,8 @@ def chunked(
     chunk = chunk or chunk_length(sizes_of(spec, q, k, v, causal))
     # Without a sure sign, the weight sum of a state is compared with its noise.
     noisy = spec.row_sum is not None and (spec.terms_can_cancel or not spec.sign_definite)
-    plan = _Plan(
-        *(spec.series, degrees(spec)[1], spec.coefficients, spec.decay),
-        *(noisy, causal, chunk, keep_state, differentiable),
-    )
+    weights = spec.series, degrees(spec)[1], spec.coefficients, spec.decay
+    plan = _Plan(*weights, noisy, causal, chunk, keep_state, differentiable)
     # The operator is used only where it is needed: its overhead is large for a single token.
     compute = _sums if differentiable or no_data(q) else _compute_sums
     sums, last_state, noise, _ = compute(*inputs, *plan)
@@ -172,17 +170,18 @@ def _grads(*arguments: Any) -> tuple[Tensor, ...]:
     """
     inputs, plan = Columns(*arguments[:_COUNT]), _Plan(*arguments[_COUNT + 5 :])
     kept, sums, last_state, dsums, dlast_state = arguments[_COUNT : _COUNT + 5]
-    outputs = Columns(*_empty_grads(*arguments))
+    created = _empty_grads(*arguments)
+    outputs = Columns(*created)
     if dsums is None:
         dsums = inputs.values.new_zeros(*inputs.values.shape[:2], *inputs.queries.shape[2:])
     for heads, chunks in _by_heads(plan, inputs):
-        grads = outputs.of(heads)
         found = None if dlast_state is None else dlast_state[heads]
-        chunks.grads(dsums[heads], found, list(kept[:, heads]), grads)
+        chunks.grads(dsums[heads], found, list(kept[:, heads]), outputs.of(heads))
     if sums is not None:
+        assert outputs.log_decay is not None
         changes = sums, dsums, last_state, dlast_state
         outputs.log_decay.copy_(log_decay_grad(plan.spec, inputs, outputs, *changes))
-    return tuple(outputs)
+    return created
 
 
 @_grads.register_fake
@@ -243,14 +242,10 @@ class _Chunks:
         count = plan.earlier_keys(q, k)
         self.earlier, self.own = slice(count), slice(count, None)
         self.queries = self.split(q)
-        earlier, own = (
-            [x if x is None else x[..., here] for x in (k, v, log_decay)]
-            for here in (self.earlier, self.own)
-        )
-        self.earlier_keys = self.keys(*earlier)
+        self.earlier_keys = self.keys(k, v, log_decay, self.earlier)
         self.own_keys: list[chunk_step.Keys | None] = [None] * len(self.queries)
         if plan.causal:
-            self.own_keys = [*self.keys(*own)]
+            self.own_keys = [*self.keys(k, v, log_decay, self.own)]
 
     def step(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call ``function`` for one chunk, compiled on a GPU."""
@@ -275,10 +270,14 @@ class _Chunks:
         x = F.pad(x, (0, -x.shape[-1] % length)).unflatten(-1, (-1, length)).movedim(-2, 0)
         return list(x.contiguous().flatten(3))
 
-    def keys(self, k: Tensor, v: Tensor, log_decay: Tensor | None) -> list[chunk_step.Keys]:
-        """The keys of each chunk."""
-        ks, vs = self.split(k), self.split(v)
-        decays = [None] * len(ks) if log_decay is None else self.split(log_decay)
+    def keys(
+        self, k: Tensor, v: Tensor, log_decay: Tensor | None, here: slice
+    ) -> list[chunk_step.Keys]:
+        """The keys of each chunk, of some positions."""
+        ks, vs = self.split(k[..., here]), self.split(v[..., here])
+        decays: Sequence[Tensor | None] = [None] * len(ks)
+        if log_decay is not None:
+            decays = self.split(log_decay[..., here])
         return [chunk_step.Keys(*chunk) for chunk in zip(ks, vs, decays, strict=True)]
 
     def write(self, chunk: Tensor | None, out: Tensor, index: int) -> None:
@@ -293,9 +292,9 @@ class _Chunks:
         """Fill the sums, the state after all keys, the noise and the backward pass's states."""
         state, plan = self.state, self.plan
         buffers = itertools.chain(kept, (self.new_state() for _ in itertools.count()))
-        for i, keys in enumerate(self.earlier_keys, 1):
+        for i, earlier in enumerate(self.earlier_keys, 1):
             new_state = next(buffers) if i == len(self.earlier_keys) else self.new_state()
-            self.step(chunk_step.forward, None, keys, state, new_state, False)
+            self.step(chunk_step.forward, None, earlier, state, new_state, False)
             state = new_state
         for i, (q, keys) in enumerate(zip(self.queries, self.own_keys, strict=True)):
             last, buffer = i + 1 == len(self.queries), None
@@ -321,8 +320,9 @@ class _Chunks:
             dstate = self.zero_state() if dstate is None else dstate.contiguous()
         read = kept if self.earlier_keys else [self.state, *kept]
         parts = self.split(dsums)
-        if grads.coefficients is not None:
-            grads.coefficients.zero_()
+        assert grads.coefficients is not None  # empty without any
+        assert grads.state is not None
+        grads.coefficients.zero_()
         for i in reversed(range(len(self.queries))):
             queries = chunk_step.Queries(self.queries[i], self.coefficients, parts[i])
             keys, state = self.own_keys[i], read[i if self.plan.causal else 0]
@@ -335,10 +335,9 @@ class _Chunks:
                 grads.coefficients.add_(found.coefficients)
             dstate = dstate if found.state is None else found.state
         for i in reversed(range(len(self.earlier_keys))):
-            keys = self.earlier_keys[i]
-            found = self.step(chunk_step.backward, None, keys, None, dstate)
+            found = self.step(chunk_step.backward, None, self.earlier_keys[i], None, dstate)
             self.write(found.k, grads.keys[..., self.earlier], i)
             self.write(found.v, grads.values[..., self.earlier], i)
             dstate = dstate if found.state is None else found.state
-        if self.state is not None and grads.state.numel():
+        if grads.state.numel():
             grads.state.copy_(self.zero_state() if dstate is None else dstate)

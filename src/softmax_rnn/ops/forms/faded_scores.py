@@ -24,7 +24,7 @@ def faded(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     """``exp(exponent)`` in ``dtype``, at most 1, and 0 for very low exponents; may overwrite it."""
     lowest = _LOWEST[dtype]
     factors = exponent.to(dtype).clamp_(lowest - 1, 0.0).exp_()
-    return F.threshold_(factors, math.exp(lowest), 0.0)
+    return F.threshold(factors, math.exp(lowest), 0.0, inplace=True)
 
 
 def pair_factors(total: Tensor, dtype: torch.dtype) -> Tensor:

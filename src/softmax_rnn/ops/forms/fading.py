@@ -83,8 +83,9 @@ def log_decay_grad(
     parts = []
     for start in range(0, len(sums), count):
         heads = slice(start, start + count)
-        changes = (x if x is None else x[heads] for x in (sums, dsums, state, dstate))
-        parts.append(_log_decay_grad(spec, inputs.of(heads), grads.of(heads), *changes))
+        ends = None if dstate is None else (state[heads], dstate[heads])
+        given = inputs.of(heads), grads.of(heads), sums[heads], dsums[heads]
+        parts.append(_log_decay_grad(spec, *given, ends))
     return torch.cat(parts) if parts else torch.zeros_like(inputs.log_decay)
 
 
@@ -94,8 +95,7 @@ def _log_decay_grad(
     grads: Columns,
     sums: Tensor,
     dsums: Tensor,
-    state: Tensor,
-    dstate: Tensor | None,
+    ends: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """The gradient of log decays, as ``inputs.log_decay``, from the other gradients.
 
@@ -105,7 +105,7 @@ def _log_decay_grad(
     """
     assert inputs.log_decay is not None
     dtype = inputs.log_decay.dtype
-    end = None if dstate is None else (state * dstate).sum(1, keepdim=True, dtype=dtype)
+    end = None if ends is None else (ends[0] * ends[1]).sum(1, keepdim=True, dtype=dtype)
     if spec.decay == "channel":
         total = -(inputs.keys * grads.keys).to(dtype)
         read = (inputs.queries * grads.queries).sum(2, dtype=dtype)
