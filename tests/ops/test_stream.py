@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import softmax_rnn as sr
-from cases import Shape, make_case
+from cases import WIDENED, Shape, make_case
 
 
 @pytest.mark.parametrize("name", ["taylor:3", "linear_cosine", "quadratic"])
@@ -50,8 +50,38 @@ def test_gates_come_with_their_tokens_and_nothing_else_is_held() -> None:
     assert not stream.state.sums.requires_grad
 
 
+@pytest.mark.parametrize("name", [name for name, spec in WIDENED.items() if spec.has_state])
+def test_decays_come_with_their_tokens(name: str) -> None:
+    spec = WIDENED[name]
+    case = make_case(spec, mask="padding", shape=Shape(queries=40, keys=40))
+    expected = case.run(sr.attention, form="dense")["out"]
+    given = dict(case.tensors)
+    tokens, decay = [given.pop(key) for key in "qkv"], given.pop("log_decay", None)
+    stream, outs = sr.Stream(spec, **given), []
+    for here in (slice(0, 11), slice(11, 12), slice(12, 12), slice(12, 40)):
+        per_token = decay is not None and decay.ndim > 1
+        own = decay[:, :, here] if per_token else decay
+        mask = case.mask[..., here]
+        outs.append(stream(*(x[:, :, here] for x in tokens), mask=mask, log_decay=own))
+    torch.testing.assert_close(torch.cat(outs, dim=2), expected)
+
+
+def test_values_of_zero_leave_what_the_state_holds() -> None:
+    """A sum of weights without a sure sign: the values summed in the state are unknown."""
+    spec = sr.AttentionSpec(series="polynomial", coefficients=(1.0, 0.5), feature_map="elu1")
+    case = make_case(spec, shape=Shape(queries=9, keys=9))
+    q, k, v = (case.tensors[key] for key in "qkv")
+    v[:, :, 8] = 0.0
+    stream = sr.Stream(spec)
+    stream(*(x[:, :, :8] for x in (q, k, v)))
+    last = stream(*(x[:, :, 8:] for x in (q, k, v)))
+    torch.testing.assert_close(last, sr.attention(q, k, v, spec, form="dense")[:, :, 8:])
+
+
 def test_a_spec_without_a_state_is_refused() -> None:
     with pytest.raises(ValueError, match="no finite state"):
         sr.Stream("norm")
+    with pytest.raises(ValueError, match=r"A window \(window=5\) has no recurrent form"):
+        sr.Stream(WIDENED["window_power"])
     with pytest.raises(ValueError, match=r"clamp=5.0\).*no recurrent form"):
         sr.Stream(sr.AttentionSpec(series="taylor", order=2, clamp=5.0))

@@ -56,7 +56,7 @@ def _plain(spec: AttentionSpec, device: str) -> bool:
 
 
 def _has_state(spec: AttentionSpec, device: str) -> bool:
-    return spec.has_state and _plain(spec, device)
+    return spec.has_state and spec.window is None
 
 
 # form="auto" prefers earlier forms, but chooses chunked where its cost is lower.
@@ -162,6 +162,8 @@ def _require_state(spec: AttentionSpec, q: Tensor, k: Tensor) -> None:
     """Raise ``ValueError`` for a spec without a state; the message suggests a Taylor order."""
     if spec.order is not None or spec.clamp is not None:
         degrees(spec)
+        if spec.window is not None:
+            raise ValueError("A window has no state, also with outside='series'.")
         return
     message = "The series 'exp' has infinitely many powers and so no finite state"
     features = [FEATURE_MAPS[spec.feature_map](x.detach().double()) for x in (q, k) if x.numel()]

@@ -73,6 +73,11 @@ def degrees(spec: AttentionSpec) -> tuple[int, int]:
             "The series 'exp' has infinitely many powers and no finite state; series='taylor' "
             "with an order has one."
         )
+    if spec.hiding_window is not None:
+        raise ValueError(
+            f"A window (window={spec.window}) has no recurrent form: a state is a sum, and keys "
+            "cannot be taken out of it."
+        )
     return (spec.order if spec.series == "power" else 0), spec.order
 
 
@@ -177,10 +182,10 @@ def row_weights(
     """The weight of every state row of a finite series: ``a_n * n! / alpha!``; [rows].
 
     ``sum(row_weights * monomials(q) * monomials(k)) = w(q . k)``, over the rows of the state.
+    Learned coefficients ``a_n``, which differ between heads, count as 1.
     """
     first, last = degrees(spec)
-    coefficients = PowerSeries.from_spec(spec).coefficients
-    assert coefficients is not None
+    coefficients = PowerSeries.from_spec(spec).coefficients or (1.0,) * (last + 1)
     sizes = [dimension(width, n) for n in range(last + 1)]
     weights = multiplicities(width, last) * np.repeat(np.array(coefficients), sizes)
     return torch.tensor(weights[sum(sizes[:first]) :], dtype=dtype, device=device)

@@ -24,6 +24,8 @@ class Stream:
     Args:
         spec: a finite series without a clamp, or the name of a variant with one.
         length_power: [H], as for ``attention``, if the spec uses it.
+        coefficients: [H, N + 1], as for ``attention``, if the spec uses them.
+        sink: [H], as for ``attention``, if the spec uses it.
         norm_weight: [E], as for ``attention``.
         norm_bias: [E], as for ``attention``.
         state: the initial state; by default empty.
@@ -44,6 +46,8 @@ class Stream:
         spec: AttentionSpec | str,
         *,
         length_power: Tensor | None = None,
+        coefficients: Tensor | None = None,
+        sink: Tensor | None = None,
         norm_weight: Tensor | None = None,
         norm_bias: Tensor | None = None,
         state: State | None = None,
@@ -53,6 +57,8 @@ class Stream:
         self.state = state
         self._parameters = {
             "length_power": length_power,
+            "coefficients": coefficients,
+            "sink": sink,
             "norm_weight": norm_weight,
             "norm_bias": norm_bias,
         }
@@ -67,10 +73,14 @@ class Stream:
         mask: Tensor | None = None,
         input_gate: Tensor | None = None,
         output_gate: Tensor | None = None,
+        log_decay: Tensor | None = None,
     ) -> Tensor:
-        """The outputs of the next tokens; shapes as for ``attention``, any length."""
-        gates = {"input_gate": input_gate, "output_gate": output_gate}
-        options: dict[str, Any] = {"mask": mask, "state": self.state, **gates, **self._parameters}
+        """The outputs of the next tokens; shapes as for ``attention``, any length.
+
+        The first token's ``log_decay`` fades the state.
+        """
+        own = {"input_gate": input_gate, "output_gate": output_gate, "log_decay": log_decay}
+        options: dict[str, Any] = {"mask": mask, "state": self.state, **own, **self._parameters}
         out, self.state = attention(q, k, v, self.spec, return_state=True, **options)
         return out
 

@@ -11,9 +11,10 @@ import torch
 from test_states import in_pieces
 from torch import Tensor, library
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import softmax_rnn as sr
-from cases import Case, Shape, assert_close, make_case
+from cases import WIDENED, Case, Shape, assert_close, make_case
 from softmax_rnn.ops.forms import chunk_step
 from softmax_rnn.ops.forms.chunked import _Chunks
 from softmax_rnn.ops.monomials import state_rows
@@ -24,6 +25,8 @@ SPECS = {
     "odd": sr.AttentionSpec(series="taylor", order=3, floor=0.5),
     "power": sr.variant("quadratic"),
     "constant": sr.AttentionSpec(series="taylor", order=0, denominator="length"),
+    "token": WIDENED["learned_polynomial_token"],
+    "channel": WIDENED["learned_polynomial_channel"],
 }
 Compile = Callable[[Any], None]
 
@@ -54,22 +57,24 @@ def check(case: Case, attend: Callable[..., Tensor] = sr.attention) -> None:
     assert_close(case.run(attend, form="chunked"), expected, 1e-10, str(case.spec))
 
 
-@pytest.mark.parametrize("name", ["odd", "power", "constant"])
+@pytest.mark.parametrize("name", ["odd", "power", "constant", "token", "channel"])
 def test_compiled_steps(compile_steps: Compile, name: str) -> None:
     """Grouped queries, a shorter last chunk, keys before the queries, states between pieces."""
     compile_steps("aot_eager")
     check(case_of(name, 53, 53))
     check(case_of(name, 37, 70))
-    check(case_of(name, 35, 50, causal=False))
+    if not SPECS[name].causal_only:
+        check(case_of(name, 35, 50, causal=False))
     case = case_of(name, 93, 93)
     pieces = in_pieces(case, [17, 40], "chunked", torch.float64)
     assert_close(pieces, case.run(sr.attention, form="dense"), 1e-10, name)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler on a CPU")
-def test_steps_compiled_by_inductor(compile_steps: Compile) -> None:
+@pytest.mark.parametrize("name", ["taylor", "token", "channel"])
+def test_steps_compiled_by_inductor(compile_steps: Compile, name: str) -> None:
     compile_steps("inductor")
-    check(case_of("taylor", 53, 53))
+    check(case_of(name, 53, 53))
 
 
 def test_a_step_is_compiled_once(compile_steps: Compile) -> None:
@@ -137,8 +142,33 @@ def test_the_operators_are_well_formed(causal: bool) -> None:
     state = torch.randn(2, 4, state_rows(SPECS["taylor"], 3))
     for before in (None, state.requires_grad_()):
         inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), before)
-        plan = ("taylor", 2, True, causal, CHUNK, before is not None, True)
-        library.opcheck(torch.ops.softmax_rnn.chunked_sums, (*inputs, *plan))
+        plan = ("taylor", 2, None, "none", True, causal, CHUNK, before is not None, True)
+        library.opcheck(torch.ops.softmax_rnn.chunked_sums, (*inputs, None, None, *plan))
+
+
+@pytest.mark.parametrize("decay", ["token", "channel"])
+def test_the_operators_are_well_formed_with_decays_and_coefficients(decay: str) -> None:
+    q, k, v = torch.randn(2, 3, 2, 40), torch.randn(2, 3, 50), torch.randn(2, 4, 50)
+    state = torch.randn(2, 4, state_rows(SPECS["taylor"], 3))
+    log_decay = -torch.rand(2, 3 if decay == "channel" else 1, 50, dtype=torch.float64)
+    inputs = (q, k, v, state, log_decay, torch.randn(2, 2, 3))
+    inputs = [x.requires_grad_() for x in inputs]
+    plan = ("polynomial", 2, None, decay, True, True, CHUNK, True, True)
+    library.opcheck(torch.ops.softmax_rnn.chunked_sums, (*inputs, *plan))
+
+
+@pytest.mark.parametrize("name", ["token", "channel"])
+def test_decays_and_coefficients_in_a_compiled_model(name: str) -> None:
+    graph = torch.compile(sr.attention, fullgraph=True, backend="aot_eager")
+    check(case_of(name, 53, 60), graph)
+
+
+@pytest.mark.parametrize("name", ["token", "channel"])
+def test_decays_and_coefficients_with_activation_checkpointing(name: str) -> None:
+    def attend(*given: Any, **named: Any) -> Tensor:
+        return checkpoint(sr.attention, *given, use_reentrant=False, **named)
+
+    check(case_of(name, 53, 60), attend)
 
 
 class Largest(TorchDispatchMode):

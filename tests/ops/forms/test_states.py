@@ -15,10 +15,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import softmax_rnn as sr
-from cases import Case, Shape, assert_close, make_case
+from cases import WIDENED, Case, Shape, assert_close, make_case
+from softmax_rnn.ops import reference
 from softmax_rnn.ops.cost import FEATURES
-from strategies import layouts
+from softmax_rnn.ops.feature_maps import FEATURE_MAPS
+from softmax_rnn.ops.monomials import Gathers, monomials, state_rows
+from strategies import coefficients, layouts
 
+PER_TOKEN = ("input_gate", "output_gate", "log_decay")  # log decays of heads have one dimension
+DECAYS = ("none", "head", "token", "channel")
+WITH_STATE = [name for name, spec in WIDENED.items() if spec.has_state]
 DENOMINATORS = (
     *("sum", "detached_sum", "clamped_sum", "sum_plus_one"),
     *("length", "learned_length", "none"),
@@ -37,7 +43,7 @@ def in_pieces(case: Case, cuts: Sequence[int], form: str, dtype: torch.dtype) ->
         for start, stop in itertools.pairwise(ends):
             here = slice(start, stop)
             cut = {
-                name: x[..., here] if name in ("input_gate", "output_gate") else x
+                name: x[:, :, here] if name in PER_TOKEN and x.ndim > 1 else x
                 for name, x in extras.items()
             }
             out, state = sr.attention(
@@ -61,8 +67,11 @@ def in_pieces(case: Case, cuts: Sequence[int], form: str, dtype: torch.dtype) ->
 
 @settings(max_examples=60, deadline=None)
 @given(
-    series=st.sampled_from(["taylor", "power"]),
+    series=st.sampled_from(["taylor", "power", "polynomial"]),
     order=st.integers(0, 10),
+    fixed=st.none() | coefficients(),
+    decay=st.sampled_from(DECAYS),
+    speed=st.sampled_from([1e-3, 0.1, 100.0]),
     feature_map=st.sampled_from(["identity", "elu1", "relu", "cosine"]),
     denominator=st.sampled_from(DENOMINATORS),
     norm=st.sampled_from(["none", "l2", "rms", "layer"]),
@@ -77,6 +86,9 @@ def in_pieces(case: Case, cuts: Sequence[int], form: str, dtype: torch.dtype) ->
 def test_any_split_of_any_finite_series(
     series: str,
     order: int,
+    fixed: tuple[float, ...] | None,
+    decay: str,
+    speed: float,
     feature_map: str,
     denominator: str,
     norm: str,
@@ -92,10 +104,16 @@ def test_any_split_of_any_finite_series(
     if series == "power" and (norm != "none" or order > 4):
         # A single power of a small product is a sum of large monomials, even in float64.
         feature_map = "elu1"
+    if series == "polynomial":
+        order = min(order, 4) if fixed is None else len(fixed) - 1
+    else:
+        fixed = None
     spec = sr.AttentionSpec(
         feature_map=feature_map,
         series=series,
         order=order,
+        coefficients=fixed,
+        decay=decay,
         scale=0.3,
         denominator=denominator,
         norm=norm,
@@ -106,11 +124,92 @@ def test_any_split_of_any_finite_series(
     if not spec.sign_definite and denominator in ("sum", "detached_sum", "sum_plus_one"):
         spec = dataclasses.replace(spec, denominator="sum", floor=0.5)  # away from its zeros
     shape = Shape(batch=2, heads=2, kv_heads=1, queries=length, keys=length, width=3, value_width=2)
-    case = make_case(spec, mask=mask, shape=shape, seed=seed)
+    case = make_case(spec, mask=mask, shape=shape, seed=seed, decay=speed)
     case = dataclasses.replace(case, layouts=layout)
     expected = case.run(sr.attention, form="dense")
     cuts = sorted(cut for cut in cuts if cut <= length)
     assert_close(in_pieces(case, cuts, form, torch.float64), expected, 1e-10, f"{spec} {cuts}")
+
+
+@pytest.mark.parametrize("speed", [1e-3, 0.1, 100.0])
+@pytest.mark.parametrize("name", WITH_STATE)
+def test_decays_and_polynomials_in_pieces(name: str, speed: float) -> None:
+    """In float64 and float32; a chunk and more, a piece without tokens, keys before the queries."""
+    for shape in (Shape(queries=300, keys=300), Shape(queries=90, keys=101)):
+        case = make_case(WIDENED[name], mask="padding", shape=shape, decay=speed)
+        expected = case.run(sr.attention, form="dense")
+        for form in ("chunked", "recurrent")[: 1 + (shape.queries < 100)]:
+            # The gradient of a fast decay is small beside the products that it is a difference of.
+            rounding = 2e-4 if speed < 1 else 2e-2
+            for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, rounding)):
+                note = f"{form} {speed} {shape}"
+                assert_close(case.run(sr.attention, dtype, form=form), expected, tolerance, note)
+                if shape.queries == shape.keys:
+                    found = in_pieces(case, [33, 33, 190], form, dtype)
+                    assert_close(found, expected, tolerance, f"in pieces {note}")
+
+
+@pytest.mark.parametrize("name", WITH_STATE)
+def test_small_widened_cases_are_the_reference(name: str) -> None:
+    shape = Shape(batch=1, queries=7, keys=7, width=3, value_width=2)
+    case = make_case(WIDENED[name], shape=shape)
+    expected = case.run(reference.attention)
+    for form in ("chunked", "recurrent"):
+        assert_close(in_pieces(case, [2, 3], form, torch.float64), expected, 1e-10, form)
+
+
+def state_by_sums(case: Case) -> dict[str, Tensor]:
+    """The gradients of the outputs, from dense, and of the state, from its definition."""
+    inputs = {key: x.clone().requires_grad_() for key, x in case.tensors.items()}
+    spec, given = case.spec, dict(inputs)
+    total = sr.attention(*(given.pop(x) for x in "qkv"), spec, **given, form="dense").sum()
+    k, v = FEATURE_MAPS[spec.feature_map](inputs["k"]), inputs["v"]
+    if spec.row_sum is not None:
+        v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
+    count = state_rows(spec, k.shape[3])
+    gathers = Gathers.build(k.shape[3], spec.order, k)
+    rows = monomials(k.mT, spec.order, gathers).mT[..., -count:]
+    if spec.decay != "none":
+        each = inputs["log_decay"]
+        each = each[:, None].expand(k.shape[:3]) if each.ndim == 1 else each
+        faded = (each.flip(2).cumsum(2).flip(2) - each).exp()  # of the decays of later keys
+        if spec.decay == "channel":
+            rows = monomials((k * faded).mT, spec.order, gathers).mT[..., -count:]
+        else:
+            rows = rows * faded.unsqueeze(-1)
+    state = v.mT @ rows
+    weights = torch.linspace(-1, 1, state.numel(), dtype=torch.float64)
+    total = total + weights @ state.flatten()
+    found = torch.autograd.grad(total, list(inputs.values()), materialize_grads=True)
+    return dict(zip(inputs, found, strict=True))
+
+
+@pytest.mark.parametrize("name", WITH_STATE)
+def test_gradients_through_outputs_and_a_returned_state(name: str) -> None:
+    """Of every input, through states given as well."""
+    spec = WIDENED[name]
+    case = make_case(spec, shape=Shape(queries=40, keys=40, width=3, value_width=2))
+
+    def grads(cuts: Sequence[int], form: str) -> dict[str, Tensor]:
+        inputs = {key: x.clone().requires_grad_() for key, x in case.tensors.items()}
+        state, total = None, torch.zeros((), dtype=torch.float64)
+        for start, stop in itertools.pairwise([0, *cuts, 40]):
+            cut = {
+                key: x[:, :, start:stop] if key in (*PER_TOKEN, *"qkv") and x.ndim > 1 else x
+                for key, x in inputs.items()
+            }
+            out, state = sr.attention(
+                *(cut.pop(x) for x in "qkv"), spec, **cut, state=state, return_state=True, form=form
+            )
+            total = total + out.sum()
+        weights = torch.linspace(-1, 1, state.sums.numel(), dtype=torch.float64)
+        total = total + weights @ state.sums.flatten()
+        found = torch.autograd.grad(total, list(inputs.values()), materialize_grads=True)
+        return dict(zip(inputs, found, strict=True))
+
+    expected = state_by_sums(case)
+    for form, cuts in (("chunked", []), ("chunked", [11]), ("recurrent", [1, 30])):
+        assert_close(grads(cuts, form), expected, 1e-10, f"{form} {cuts}")
 
 
 @pytest.mark.parametrize("form", ["blocked", "chunked", "recurrent"])

@@ -3,31 +3,25 @@
 They compute one step of section 3.1's recurrence (``reference.power_rnn``) for all powers together.
 Each token is a column; the query heads of one key head are adjacent. Shapes: queries
 [N, D, G * L], keys [N, D, L], value channels [N, C, L], sums [N, C, G * L], state [N, C, rows].
+``fading.py`` has the factors of decays.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from softmax_rnn.ops.monomials import (
-    Gathers,
-    cumulative_dimension,
-    degrees,
-    dimension,
-    monomials,
-    monomials_backward,
-    row_weights,
-)
+from softmax_rnn.ops.forms.chunk_tables import Tables
+from softmax_rnn.ops.forms.faded_scores import faded_scores, faded_scores_backward
+from softmax_rnn.ops.forms.fading import NO_FADING, Fading, fading, times
+from softmax_rnn.ops.monomials import monomials, monomials_backward
 from softmax_rnn.ops.series import PowerSeries
-from softmax_rnn.ops.spec import AttentionSpec
 
 # Device types on which steps are compiled. On a GPU, the many kernel launches take most of the
 # time. On a CPU, a compiled step takes 0.5 to 1.9 times as long as an eager one.
@@ -37,51 +31,21 @@ BACKEND = "inductor"
 # The rounding errors of many products add up to a few units in the last place.
 _ROUNDING = 4.0
 
-Keys = tuple[Tensor, Tensor]  # keys and their value channels
+
+class Queries(NamedTuple):
+    """The queries of a chunk."""
+
+    q: Tensor
+    coefficients: Tensor | None  # learned ones of each head, [N, G, order + 1]
+    dsums: Tensor | None = None  # the gradient of their sums
 
 
-class Tables(NamedTuple):
-    """Constants that all chunks of a call share."""
+class Keys(NamedTuple):
+    """The keys of a chunk."""
 
-    series: PowerSeries
-    slope: PowerSeries
-    first: int  # the lowest power
-    degree: int  # the highest
-    sizes: tuple[int, ...]  # number of monomials of each power
-    roots: tuple[float, ...]  # the square root of each power's coefficient
-    unused: int  # rows of lower degrees, which `power` builds but does not keep in the state
-    weights: Tensor
-    future: Tensor
-    gathers: Gathers | None
-
-
-# Cached: a host-to-device copy synchronises.
-@functools.lru_cache(maxsize=64)
-def make_tables(
-    spec: AttentionSpec,
-    width: int,
-    chunk: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    compiled: bool,
-) -> Tables:
-    """The tables of a spec, for a key width and a chunk length."""
-    series, (first, degree) = PowerSeries.from_spec(spec), degrees(spec)
-    assert series.coefficients is not None
-    with torch.inference_mode(False):
-        weights = row_weights(spec, width, dtype, device)
-        return Tables(
-            series,
-            series.derivative(),
-            first,
-            degree,
-            tuple(dimension(width, n) for n in range(first, degree + 1)),
-            tuple(math.sqrt(a) for a in series.coefficients[first:]),
-            cumulative_dimension(width, degree) - len(weights),
-            weights,
-            torch.ones(chunk, chunk, dtype=torch.bool, device=device).tril(-1),
-            Gathers.build(width, degree, weights) if compiled else None,
-        )
+    k: Tensor
+    v: Tensor  # value channels
+    log_decay: Tensor | None  # [N, 1, L], or [N, D, L] per channel
 
 
 @functools.cache
@@ -95,7 +59,7 @@ def compiled(step: Callable[..., Any], backend: str, _: Hashable) -> Callable[..
 
 def forward(
     tables: Tables,
-    q: Tensor | None,
+    queries: Queries | None,
     keys: Keys | None,
     state: Tensor | None,
     new_state: Tensor | None,
@@ -106,73 +70,148 @@ def forward(
     If ``new_state`` is given, the state after the keys is written to it. ``noisy`` is whether the
     last channel is a sum of weights whose terms can cancel; the noise is its rounding error.
     """
-    reads = [] if q is None or state is None else [q]
-    adds = [] if keys is None or new_state is None else [keys[0]]
+    fade, series = _factors(tables, queries, keys)
+    reads = [] if queries is None or state is None else [times(queries.q, fade.queries)]
+    adds = [] if keys is None or new_state is None else [times(keys.k, fade.keys)]
     features = _features(tables, reads + adds)[1] if reads or adds else ()
     sums = noise = None
-    if q is not None and keys is not None:
-        k, v = keys
-        sums = v @ _hide_future(tables, tables.series(k.mT @ q))
-    if q is not None and state is not None:
+    if queries is not None and keys is not None:
+        weights = series(_scores(tables, fade, keys.k, queries.q))
+        sums = keys.v @ _hide_future(tables, fade, weights)
+    if queries is not None and state is not None:
+        read = times(features[0], _row_coefficients(tables, queries))
         if len(tables.future) == 1:  # one token: features are smaller than the state
-            sums = _plus(sums, state, tables.weights.unsqueeze(-1) * features[0])
+            sums = _plus(sums, state, tables.weights.unsqueeze(-1) * read, fade.sums)
         else:
-            sums = _plus(sums, tables.weights * state, features[0])
+            sums = _plus(sums, tables.weights * state, read, fade.sums)
         if noisy:
-            noise = _noise_bound(tables, q, state)
+            noise = times(_noise_bound(tables, series, reads[0], state), fade.sums)
             if tables.gathers is None:  # a compiled step cannot branch on values
-                noise = _tighter_noise(
-                    noise, sums[:, -1], tables.weights * state[:, -1], features[0]
-                )
+                row = tables.weights * state[:, -1:]
+                noise = _tighter_noise(noise, sums[:, -1:], row, read, fade.sums)
     if keys is not None and new_state is not None:
-        added = keys[1], features[-1].mT
+        added = times(keys.v, fade.values), features[-1].mT
         if state is None:
             torch.bmm(*added, out=new_state)
-        else:
+        elif fade.state is None:
             torch.baddbmm(state, *added, out=new_state)
+        else:
+            torch.mul(state, fade.state, out=new_state).baddbmm_(*added)
     return sums, noise
+
+
+class Grads(NamedTuple):
+    """The gradients of a chunk's inputs, and of the state before the chunk."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    state: Tensor | None = None
+    coefficients: Tensor | None = None
 
 
 def backward(
     tables: Tables,
-    queries: tuple[Tensor, Tensor] | None,
+    queries: Queries | None,
     keys: Keys | None,
     state: Tensor | None,
     dnew_state: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of queries, keys, value channels and the state before the chunk.
+) -> Grads:
+    """The gradients; ``dnew_state`` is that of the state after the chunk.
 
-    ``queries`` is a pair: the queries and the gradient of their sums. ``dnew_state`` is the
-    gradient of the state after the chunk.
+    That of log decays follows from the others (``fading.position_grad``).
     """
-    reads = [] if queries is None or state is None else [queries[0]]
-    adds = [] if keys is None or dnew_state is None else [keys[0]]
-    dq = dk = dv = dstate = None
+    fade, series = _factors(tables, queries, keys)
+    reads = [] if queries is None or state is None else [times(queries.q, fade.queries)]
+    adds = [] if keys is None or dnew_state is None else [times(keys.k, fade.keys)]
+    dq = dk = dv = dstate = dcoefficients = None
     if reads or adds:
         all_features, features = _features(tables, reads + adds)
     dfeatures = []
     if queries is not None and state is not None:
-        dfeatures.append((tables.weights * state).mT @ queries[1])
-        dstate = tables.weights * (queries[1] @ features[0].mT)
-        dstate = dstate if dnew_state is None else dstate + dnew_state
+        assert queries.dsums is not None
+        coefficients = _row_coefficients(tables, queries)
+        dsums = times(queries.dsums, fade.sums)
+        dread = (tables.weights * state).mT @ dsums
+        dstate = tables.weights * (dsums @ times(features[0], coefficients).mT)
+        if coefficients is not None:
+            dcoefficients = _by_power(tables, queries, dread * features[0])
+        dfeatures.append(times(dread, coefficients))
+    if dnew_state is not None and (dstate is not None or fade.state is not None):
+        if dstate is None or fade.state is None:
+            kept = times(dnew_state, fade.state)
+            dstate = kept if dstate is None else dstate + kept
+        else:
+            dstate = torch.addcmul(dstate, dnew_state, fade.state)
     if keys is not None and dnew_state is not None:
-        dfeatures.append(dnew_state.mT @ keys[1])
-        dv = dnew_state @ features[-1]
+        dfeatures.append(dnew_state.mT @ times(keys.v, fade.values))
+        dv = times(dnew_state @ features[-1], fade.values)
     if dfeatures:
         dcolumns = _columns_grad(tables, reads + adds, all_features, dfeatures)
-        dq = dcolumns[0] if reads else None
-        dk = dcolumns[-1] if adds else None
+        dq = times(dcolumns[0], fade.queries) if reads else None
+        dk = times(dcolumns[-1], fade.keys) if adds else None
     if queries is not None and keys is not None:
-        (q, grad), (k, v) = queries, keys
-        scores = k.mT @ q
-        dv = _plus(dv, grad, _hide_future(tables, tables.series(scores)).mT)
-        dscores = _hide_future(tables, tables.slope(scores)).mul_(v.mT @ grad)
-        dk, dq = _plus(dk, q, dscores.mT), _plus(dq, k, dscores)
-    return dq, dk, dv, dstate
+        (q, coefficients, grad), (k, v, _) = queries, keys
+        assert grad is not None
+        scores = _scores(tables, fade, k, q)
+        dv = _plus(dv, grad, _hide_future(tables, fade, series(scores)).mT)
+        dweights = v.mT @ grad
+        if coefficients is not None:
+            found = _power_sums(queries, scores, _hide_future(tables, fade, dweights.clone()))
+            dcoefficients = found if dcoefficients is None else dcoefficients + found
+        dscores = _hide_future(tables, fade, series.derivative()(scores)).mul_(dweights)
+        if fade.total is None:
+            dk, dq = _plus(dk, q, dscores.mT), _plus(dq, k, dscores)
+        else:
+            within = faded_scores_backward(q, k, fade.total, dscores)
+            dq, dk = (x if y is None else x + y for x, y in zip(within, (dq, dk), strict=True))
+    return Grads(dq, dk, dv, dstate, dcoefficients)
 
 
-def _noise_bound(tables: Tables, q: Tensor, state: Tensor) -> Tensor:
-    """The rounding error of a weight sum read from a state: [N, G * L] of queries [N, D, G * L].
+def _factors(
+    tables: Tables, queries: Queries | None, keys: Keys | None
+) -> tuple[Fading, PowerSeries]:
+    """The factors of decays, and the series of weights [N, L, G * L]."""
+    groups = 1
+    if queries is not None and keys is not None:
+        groups = queries.q.shape[2] // keys.k.shape[2]
+    fade = fading(tables, keys and keys.log_decay, groups)
+    if queries is None or queries.coefficients is None:
+        return fade, tables.series
+    length = queries.q.shape[2] // queries.coefficients.shape[1]
+    columns = queries.coefficients.repeat_interleave(length, dim=1).mT
+    return fade, PowerSeries(columns.unsqueeze(2).unbind(1))
+
+
+def _row_coefficients(tables: Tables, queries: Queries) -> Tensor | None:
+    """The learned coefficient of each state row and query, [N, rows, G * L]."""
+    if queries.coefficients is None:
+        return None
+    length = queries.q.shape[2] // queries.coefficients.shape[1]
+    rows = queries.coefficients.index_select(2, tables.powers)
+    return rows.repeat_interleave(length, dim=1).mT
+
+
+def _by_power(tables: Tables, queries: Queries, terms: Tensor) -> Tensor:
+    """The sums [N, G, order + 1] of ``terms`` [N, rows, G * L], a power each."""
+    assert queries.coefficients is not None
+    each = terms.unflatten(2, (queries.coefficients.shape[1], -1)).sum(-1).mT
+    return torch.zeros_like(queries.coefficients).index_add_(2, tables.powers, each)
+
+
+def _power_sums(queries: Queries, scores: Tensor, dweights: Tensor) -> Tensor:
+    """``sum dw x^n`` for each head and power, [N, G, order + 1]; overwrites ``dweights``."""
+    assert queries.coefficients is not None
+    _, groups, terms = queries.coefficients.shape
+    sums = []
+    for n in range(terms):
+        dweights = dweights.mul_(scores) if n else dweights
+        sums.append(dweights.sum(1).unflatten(1, (groups, -1)).sum(-1))
+    return torch.stack(sums, dim=-1)
+
+
+def _noise_bound(tables: Tables, series: PowerSeries, q: Tensor, state: Tensor) -> Tensor:
+    """The rounding error of a weight sum read from a state: [N, 1, G * L], a number per query.
 
     Products of monomials can cancel, so that the sum of ``w(q . k)`` is small. The rounding error
     is proportional to the size of these products. For each power, this size is at most ``|q|^n``
@@ -181,28 +220,34 @@ def _noise_bound(tables: Tables, q: Tensor, state: Tensor) -> Tensor:
     """
     # Squares of high powers overflow float32, but MPS devices have no float64.
     wide = q.dtype if q.device.type == "mps" else torch.float64
-    squares = state[:, -1].to(wide).square() * tables.weights
-    norms = [part.sum(1, keepdim=True).sqrt() for part in squares.split(tables.sizes, dim=1)]
-    length = q.to(wide).square().sum(1).sqrt()
+    squares = state[:, -1:].to(wide).square() * tables.weights.abs()
+    norms = [part.sum(2, keepdim=True).sqrt() for part in squares.split(tables.sizes, dim=2)]
+    length = q.to(wide).square().sum(1, keepdim=True).sqrt()
+    roots: Sequence[float | Tensor] = tables.roots
+    if series is not tables.series:  # learned: not a part of the weights
+        roots = [torch.as_tensor(a).abs() for a in series.coefficients or ()]
     noise = torch.zeros_like(length)
-    for norm, root in zip(reversed(norms), reversed(tables.roots), strict=True):
+    for norm, root in zip(reversed(norms), reversed(roots), strict=True):
         noise = torch.addcmul(norm * root, noise, length)
     if tables.first:
         noise = noise * length**tables.first
     return (_ROUNDING * torch.finfo(q.dtype).eps * noise).to(q.dtype)
 
 
-def _tighter_noise(noise: Tensor, weight_sum: Tensor, row: Tensor, features: Tensor) -> Tensor:
-    """The noise [N, L]; computed from the products themselves if a sum is below its bound.
+def _tighter_noise(
+    noise: Tensor, weight_sum: Tensor, row: Tensor, features: Tensor, factor: Tensor | None
+) -> Tensor:
+    """The noise [N, 1, L]; computed from the products themselves if a sum is below its bound.
 
-    ``row`` [N, rows] is the weighted state of the weight sum, ``features`` the queries' monomials.
+    ``row`` [N, 1, rows] is the weighted state of the weight sum, ``features`` the queries'
+    monomials, and ``factor`` that of their product.
     """
     if not (weight_sum.abs() < noise).any():
         return noise
     wide = noise.dtype if noise.device.type == "mps" else torch.float64
-    products = row.to(wide).square().unsqueeze(1) @ features.to(wide).square()
-    exact = _ROUNDING * torch.finfo(noise.dtype).eps * products.squeeze(1).sqrt()
-    return noise.minimum(exact.to(noise.dtype))
+    products = row.to(wide).square() @ features.to(wide).square()
+    exact = _ROUNDING * torch.finfo(noise.dtype).eps * products.sqrt()
+    return noise.minimum(times(exact.to(noise.dtype), factor))
 
 
 def _features(tables: Tables, columns: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -226,14 +271,29 @@ def _joined(columns: list[Tensor]) -> Tensor:
     return columns[0] if len(columns) == 1 else torch.cat(columns, dim=2)
 
 
-def _hide_future(tables: Tables, weights: Tensor) -> Tensor:
-    """Zero the weights of later keys of the same chunk [N, L, G * L], in place."""
+def _scores(tables: Tables, fade: Fading, k: Tensor, q: Tensor) -> Tensor:
+    """The scores of a chunk, [N, L, G * L]: a row per key."""
+    if fade.total is not None:
+        return faded_scores(q, k, fade.total)
+    scores = k.mT @ q
+    # Those of later keys may overflow in the series, and infinity times the factor 0 is NaN.
+    return scores if fade.pairs is None else _hide_future(tables, NO_FADING, scores)
+
+
+def _hide_future(tables: Tables, fade: Fading, weights: Tensor) -> Tensor:
+    """Zero the weights of later keys [N, L, G * L], and fade those of others, in place."""
     size = weights.shape[1]
-    if size > 1:
-        weights.unflatten(2, (-1, size)).masked_fill_(tables.future[:size, None, :size], 0.0)
+    each = weights.unflatten(2, (-1, size))
+    if fade.pairs is not None:
+        each.mul_(fade.pairs.unsqueeze(2))
+    elif size > 1:
+        each.masked_fill_(tables.future[:size, None, :size], 0.0)
     return weights
 
 
-def _plus(x: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """``x + a @ b``."""
+def _plus(x: Tensor | None, a: Tensor, b: Tensor, factor: Tensor | None = None) -> Tensor:
+    """``x + a @ b * factor``."""
+    if factor is not None:
+        product = a @ b
+        return product.mul_(factor) if x is None else torch.addcmul(x, product, factor)
     return a @ b if x is None else torch.baddbmm(x, a, b)

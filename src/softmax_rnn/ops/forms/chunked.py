@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +24,13 @@ from torch import Tensor, library
 
 from softmax_rnn.ops.cost import chunk_length, heads_per_step, sizes_of
 from softmax_rnn.ops.forms import chunk_step
+from softmax_rnn.ops.forms.chunk_tables import make_tables
+from softmax_rnn.ops.forms.columns import Columns, from_columns, to_columns
+from softmax_rnn.ops.forms.fading import log_decay_grad
 from softmax_rnn.ops.forms.first_order import first_order
-from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, no_data, without_autocast
+from softmax_rnn.ops.forms.row_sums import RowSums, no_data, without_autocast
 from softmax_rnn.ops.monomials import degrees, state_rows
-from softmax_rnn.ops.spec import AttentionSpec, Series
+from softmax_rnn.ops.spec import AttentionSpec, Decay, Series
 
 
 def chunked(
@@ -38,6 +41,8 @@ def chunked(
     *,
     causal: bool,
     mask: Tensor | None,
+    log_decay: Tensor | None = None,
+    coefficients: Tensor | None = None,
     state: Tensor | None = None,
     keep_state: bool = False,
     chunk: int | None = None,
@@ -49,74 +54,21 @@ def chunked(
     key. ``chunk`` is the number of tokens per chunk, by default the fastest; 1 is the plain
     recurrence.
     """
-    qs, ks, vs, state = first_order(*_to_columns(q, k, v, spec, mask, state, keep_state))
-    inputs = (qs, ks, vs) if state is None else (qs, ks, vs, state)
-    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    given = to_columns(q, k, v, spec, mask, state, keep_state, log_decay, coefficients)
+    inputs = first_order(*given)
+    differentiable = torch.is_grad_enabled() and any(
+        x.requires_grad for x in inputs if x is not None
+    )
     chunk = chunk or chunk_length(sizes_of(spec, q, k, v, causal))
-    noisy = spec.row_sum is not None and spec.terms_can_cancel
-    plan = _Plan(spec.series, degrees(spec)[1], noisy, causal, chunk, keep_state, differentiable)
+    # Without a sure sign, the weight sum of a state is compared with its noise.
+    noisy = spec.row_sum is not None and (spec.terms_can_cancel or not spec.sign_definite)
+    weights = spec.series, degrees(spec)[1], spec.coefficients, spec.decay
+    plan = _Plan(*weights, noisy, causal, chunk, keep_state, differentiable)
     # The operator is used only where it is needed: its overhead is large for a single token.
     compute = _sums if differentiable or no_data(q) else _compute_sums
-    sums, last_state, noise, _ = compute(qs, ks, vs, state, *plan)
+    sums, last_state, noise, _ = compute(*inputs, *plan)
     last = last_state if keep_state else None
-    return _from_columns(sums, spec, k, last, noise if noisy else None)
-
-
-def _to_columns(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    mask: Tensor | None,
-    state: Tensor | None,
-    keep_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Scaled queries [N, D, G, T], keys [N, D, S], value channels [N, C, S], state [N, C, rows].
-
-    N is B * Hkv. With a row sum there is one more channel, of ones. All channels of a hidden key
-    are zero, so that it adds nothing to any sum.
-    """
-    dtype = compute_dtype(q.dtype)
-    channels = v.to(dtype).mT
-    if spec.row_sum is not None:
-        channels = torch.cat([channels, channels.new_ones(*v.shape[:2], 1, v.shape[2])], dim=2)
-    keys = k.to(dtype).mT
-    if mask is not None:  # not multiplied by 0: a hidden NaN would stay NaN
-        channels, keys = channels.masked_fill(~mask, 0.0), keys.masked_fill(~mask, 0.0)
-    queries = q.to(dtype).unflatten(1, (k.shape[1], -1)).movedim(-1, 2)
-    queries = queries.flatten(0, 1) * spec.score_scale(q.shape[-1])
-    keys, channels = (x.flatten(0, 1).contiguous() for x in (keys, channels))
-    if state is not None:
-        return queries, keys, channels, state.flatten(0, 1)
-    if not keep_state:  # a state stores unscaled keys
-        queries, keys = _balanced(queries, keys)
-    return queries, keys, channels, None
-
-
-def _balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale queries and keys to equal size, with the same products.
-
-    High powers of the larger ones could overflow. The factor is a power of two for each head, so
-    that nothing is rounded.
-    """
-    if not (q[0].numel() and k[0].numel()):
-        return q, k
-    largest = [x.detach().abs().flatten(1).amax(1) for x in (q, k)]
-    exponent = ((largest[0].log2() - largest[1].log2()) / 2).round()
-    ratio = torch.where(exponent.isfinite(), exponent, 0.0).exp2()
-    return q / ratio.view(-1, 1, 1, 1), k * ratio.view(-1, 1, 1)
-
-
-def _from_columns(
-    sums: Tensor, spec: AttentionSpec, k: Tensor, state: Tensor | None, noise: Tensor | None
-) -> RowSums:
-    """Sums [N, C, G, T], state [N, C, rows] and noise [N, G, T] as :class:`RowSums`."""
-    sums = sums.unflatten(0, k.shape[:2]).movedim(2, -1).flatten(1, 2)
-    state = None if state is None else state.unflatten(0, k.shape[:2])
-    if spec.row_sum is None:
-        return RowSums(sums, state=state)
-    noise = None if noise is None else noise.unflatten(0, k.shape[:2]).flatten(1, 2)
-    return RowSums(sums[..., :-1], sums[..., -1], state=state, noise=noise)
+    return from_columns(sums, spec, k, last, noise if noisy else None)
 
 
 class _Plan(NamedTuple):
@@ -124,6 +76,8 @@ class _Plan(NamedTuple):
 
     series: Series
     order: int
+    coefficients: Sequence[float] | None  # of a polynomial, the same for all heads
+    decay: Decay
     noisy: bool  # whether the last channel is a sum of weights whose terms can cancel
     causal: bool
     chunk: int
@@ -133,7 +87,8 @@ class _Plan(NamedTuple):
     @property
     def spec(self) -> AttentionSpec:
         """A spec with the same weights."""
-        return _plain_spec(self.series, self.order)
+        fixed = None if self.coefficients is None else tuple(self.coefficients)
+        return _plain_spec(self.series, self.order, fixed, self.decay)
 
     def earlier_keys(self, q: Tensor, k: Tensor) -> int:
         """Number of keys before the first query; queries read them only through the state."""
@@ -148,37 +103,39 @@ class _Plan(NamedTuple):
 
 
 @functools.cache
-def _plain_spec(series: Series, order: int) -> AttentionSpec:
-    return AttentionSpec(series=series, order=order)
+def _plain_spec(
+    series: Series, order: int, coefficients: tuple[float, ...] | None, decay: Decay
+) -> AttentionSpec:
+    return AttentionSpec(series=series, order=order, coefficients=coefficients, decay=decay)
 
 
+_INPUTS = "(Tensor q, Tensor k, Tensor v, Tensor? state, Tensor? log_decay, Tensor? learned, "
 _PLAN = (
-    "str series, int order, bool noisy, bool causal, SymInt chunk, bool keep_state, "
-    "bool differentiable) -> (Tensor, Tensor, Tensor, Tensor)"
+    "str series, int order, float[]? coefficients, str decay, bool noisy, bool causal, "
+    "SymInt chunk, bool keep_state, bool differentiable)"
 )
 _TAGS = (torch.Tag.cudagraph_unsafe,)  # the first call compiles steps and builds tables
+_COUNT = len(Columns._fields)
 
 
 @torch.no_grad()
-def _compute_sums(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _compute_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The sums, the state after the last key, the noise, and the states for the backward pass.
 
-    An operator cannot return ``None``, so unneeded outputs are empty tensors.
+    The arguments are those of :class:`Columns` and :class:`_Plan`. An operator cannot return
+    ``None``, so unneeded outputs are empty tensors.
     """
-    outputs = _empty_sums(q, k, v, state, *arguments)
-    plan = _Plan(*arguments)
-    for heads, chunks in _by_heads(plan, q, k, v, state):
+    inputs, plan = Columns(*arguments[:_COUNT]), _Plan(*arguments[_COUNT:])
+    outputs = _empty_sums(*arguments)
+    for heads, chunks in _by_heads(plan, inputs):
         out, last_state, noise = (x[heads] for x in outputs[:3])
         chunks.sums(out, last_state, noise, list(outputs[3][:, heads]))
     return outputs
 
 
-def _empty_sums(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    plan = _Plan(*arguments)
+def _empty_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    inputs, plan = Columns(*arguments[:_COUNT]), _Plan(*arguments[_COUNT:])
+    q, k, v, *_ = inputs
     shape = (*v.shape[:2], state_rows(plan.spec, q.shape[1]))
     return (
         q.new_empty(*v.shape[:2], *q.shape[2:]),
@@ -192,7 +149,7 @@ _sums = library.custom_op(
     "softmax_rnn::chunked_sums",
     _compute_sums,
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? state, {_PLAN}",
+    schema=f"{_INPUTS}{_PLAN} -> (Tensor, Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
 _sums.register_fake(_empty_sums)
@@ -201,97 +158,94 @@ _sums.register_fake(_empty_sums)
 @library.custom_op(
     "softmax_rnn::chunked_grads",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? state, Tensor kept, Tensor? dout, "
-    f"Tensor? dlast_state, {_PLAN}",
+    schema=f"{_INPUTS}Tensor kept, Tensor? sums, Tensor? last_state, Tensor? dsums, "
+    f"Tensor? dlast_state, {_PLAN} -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
 @torch.no_grad()
-def _grads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor | None,
-    kept: Tensor,
-    dout: Tensor | None,
-    dlast_state: Tensor | None,
-    *arguments: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of queries, keys, value channels and the initial state."""
-    outputs = _empty_grads(q, k, v, state)
-    plan = _Plan(*arguments)
-    if dout is None:
-        dout = q.new_zeros(*v.shape[:2], *q.shape[2:])
-    for heads, chunks in _by_heads(plan, q, k, v, state):
-        dq, dk, dv, dstate = (x[heads] for x in outputs)
+def _grads(*arguments: Any) -> tuple[Tensor, ...]:
+    """The gradients of the inputs, empty for those that are ``None``.
+
+    That of log decays needs ``sums`` and ``last_state``, and is not computed without them.
+    """
+    inputs, plan = Columns(*arguments[:_COUNT]), _Plan(*arguments[_COUNT + 5 :])
+    kept, sums, last_state, dsums, dlast_state = arguments[_COUNT : _COUNT + 5]
+    created = _empty_grads(*arguments)
+    outputs = Columns(*created)
+    if dsums is None:
+        dsums = inputs.values.new_zeros(*inputs.values.shape[:2], *inputs.queries.shape[2:])
+    for heads, chunks in _by_heads(plan, inputs):
         found = None if dlast_state is None else dlast_state[heads]
-        found = chunks.grads(dout[heads], found, list(kept[:, heads]), dq, dk, dv)
-        if state is not None:
-            dstate.copy_(chunks.zero_state() if found is None else found)
-    return outputs
+        chunks.grads(dsums[heads], found, list(kept[:, heads]), outputs.of(heads))
+    if sums is not None:
+        assert outputs.log_decay is not None
+        changes = sums, dsums, last_state, dlast_state
+        outputs.log_decay.copy_(log_decay_grad(plan.spec, inputs, outputs, *changes))
+    return created
 
 
 @_grads.register_fake
-def _empty_grads(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dstate = q.new_empty(0) if state is None else torch.empty_like(state)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dstate
+def _empty_grads(*arguments: Any) -> tuple[Tensor, ...]:
+    inputs = arguments[:_COUNT]
+    return tuple(inputs[0].new_empty(0) if x is None else torch.empty_like(x) for x in inputs)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, state, *ctx.plan = inputs
-    _, _, noise, kept = output
-    ctx.save_for_backward(q, k, v, state, kept)
+    given, ctx.plan = inputs[:_COUNT], inputs[_COUNT:]
+    sums, last_state, noise, kept = output
+    results = (None, None) if Columns(*given).log_decay is None else (sums, last_state)
+    ctx.save_for_backward(*given, kept, *results)
     ctx.mark_non_differentiable(noise, kept)
     ctx.set_materialize_grads(False)
 
 
 @without_autocast
-def _backward(ctx: Any, dout: Tensor | None, dlast: Tensor | None, *_: None) -> tuple[Any, ...]:
+def _backward(ctx: Any, dsums: Tensor | None, dlast: Tensor | None, *_: None) -> tuple[Any, ...]:
     dlast = dlast if _Plan(*ctx.plan).keep_state else None
     saved = ctx.saved_tensors  # once: activation checkpointing allows only one access
-    *grads, dstate = _grads(*saved, dout, dlast, *ctx.plan)
-    had_state = saved[3] is not None
-    return *grads, dstate if had_state else None, *(None for _ in ctx.plan)
+    *saved, sums, last_state = saved
+    if not ctx.needs_input_grad[Columns._fields.index("log_decay")]:
+        sums = last_state = None
+    grads = _grads(*saved, sums, last_state, dsums, dlast, *ctx.plan)
+    given = zip(grads, ctx.needs_input_grad, strict=False)
+    return *(grad if needed else None for grad, needed in given), *(None for _ in ctx.plan)
 
 
 _sums.register_autograd(_backward, setup_context=_save)
 
 
-def _by_heads(
-    plan: _Plan, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None
-) -> Iterator[tuple[slice, _Chunks]]:
+def _by_heads(plan: _Plan, inputs: Columns) -> Iterator[tuple[slice, _Chunks]]:
     """Slices of the key/value heads that fit the cache together, each with its chunks."""
+    q = inputs.queries
     count = heads_per_step(plan.spec, q.shape[1], plan.chunk, q.shape[2], q.device.type)
     for start in range(0, len(q), count):
         heads = slice(start, start + count)
-        before = None if state is None else state[heads]
-        yield heads, _Chunks(plan, q[heads], k[heads], v[heads], before)
+        yield heads, _Chunks(plan, inputs.of(heads))
 
 
 class _Chunks:
     """The chunks of some heads, and the loops of both passes."""
 
-    def __init__(self, plan: _Plan, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> None:
+    def __init__(self, plan: _Plan, inputs: Columns) -> None:
         self.plan = plan
+        q, k, v, state, log_decay, self.coefficients = inputs
         several = 1 < plan.chunk < max(q.shape[3], k.shape[2])
         self.compiled = q.device.type in chunk_step.COMPILED and several
         key = (plan.spec, q.shape[1], plan.chunk, q.dtype, q.device, self.compiled)
-        self.tables = chunk_step.make_tables(*key)
+        self.tables = make_tables(*key)
         self.cache_key = (*key, plan.noisy, plan.causal, *q.shape[:3], v.shape[1])
         self.state_shape = (*v.shape[:2], len(self.tables.weights))
         if self.compiled:  # always with a state, so that only one kind of step is compiled
             state = self.zero_state() if state is None else state.contiguous()
         self.state = state
-        # Two views of k and v: the keys before the first query, and those at the queries'
-        # positions.
+        # Two views of the keys: those before the first query, and those at the queries' positions.
         count = plan.earlier_keys(q, k)
         self.earlier, self.own = slice(count), slice(count, None)
         self.queries = self.split(q)
-        self.earlier_pairs = self.pairs(k[..., self.earlier], v[..., self.earlier])
-        self.own_pairs: list[chunk_step.Keys | None] = [None] * len(self.queries)
+        self.earlier_keys = self.keys(k, v, log_decay, self.earlier)
+        self.own_keys: list[chunk_step.Keys | None] = [None] * len(self.queries)
         if plan.causal:
-            self.own_pairs = [*self.pairs(k[..., self.own], v[..., self.own])]
+            self.own_keys = [*self.keys(k, v, log_decay, self.own)]
 
     def step(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call ``function`` for one chunk, compiled on a GPU."""
@@ -316,9 +270,15 @@ class _Chunks:
         x = F.pad(x, (0, -x.shape[-1] % length)).unflatten(-1, (-1, length)).movedim(-2, 0)
         return list(x.contiguous().flatten(3))
 
-    def pairs(self, k: Tensor, v: Tensor) -> list[chunk_step.Keys]:
-        """The keys and value channels of each chunk."""
-        return list(zip(self.split(k), self.split(v), strict=True))
+    def keys(
+        self, k: Tensor, v: Tensor, log_decay: Tensor | None, here: slice
+    ) -> list[chunk_step.Keys]:
+        """The keys of each chunk, of some positions."""
+        ks, vs = self.split(k[..., here]), self.split(v[..., here])
+        decays: Sequence[Tensor | None] = [None] * len(ks)
+        if log_decay is not None:
+            decays = self.split(log_decay[..., here])
+        return [chunk_step.Keys(*chunk) for chunk in zip(ks, vs, decays, strict=True)]
 
     def write(self, chunk: Tensor | None, out: Tensor, index: int) -> None:
         """The inverse of ``split``: write a chunk to its columns of ``out``; zeros for ``None``."""
@@ -332,15 +292,16 @@ class _Chunks:
         """Fill the sums, the state after all keys, the noise and the backward pass's states."""
         state, plan = self.state, self.plan
         buffers = itertools.chain(kept, (self.new_state() for _ in itertools.count()))
-        for i, keys in enumerate(self.earlier_pairs, 1):
-            new_state = next(buffers) if i == len(self.earlier_pairs) else self.new_state()
-            self.step(chunk_step.forward, None, keys, state, new_state, False)
+        for i, earlier in enumerate(self.earlier_keys, 1):
+            new_state = next(buffers) if i == len(self.earlier_keys) else self.new_state()
+            self.step(chunk_step.forward, None, earlier, state, new_state, False)
             state = new_state
-        for i, (q, pair) in enumerate(zip(self.queries, self.own_pairs, strict=True)):
+        for i, (q, keys) in enumerate(zip(self.queries, self.own_keys, strict=True)):
             last, buffer = i + 1 == len(self.queries), None
-            if pair is not None and (not last or plan.keep_state or self.compiled):
+            if keys is not None and (not last or plan.keep_state or self.compiled):
                 buffer = last_state if last and plan.keep_state else next(buffers)
-            sums, size = self.step(chunk_step.forward, q, pair, state, buffer, plan.noisy)
+            queries = chunk_step.Queries(q, self.coefficients)
+            sums, size = self.step(chunk_step.forward, queries, keys, state, buffer, plan.noisy)
             self.write(sums, out, i)
             if plan.noisy:
                 self.write(size, noise, i)
@@ -349,33 +310,34 @@ class _Chunks:
             last_state.copy_(self.zero_state() if state is None else state)
 
     def grads(
-        self,
-        dout: Tensor,
-        dstate: Tensor | None,
-        kept: list[Tensor],
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-    ) -> Tensor | None:
-        """Fill ``dq``, ``dk`` and ``dv`` and return the gradient of the initial state, if any.
+        self, dsums: Tensor, dstate: Tensor | None, kept: list[Tensor], grads: Columns
+    ) -> None:
+        """Fill all ``grads`` but that of log decays.
 
-        ``dout`` and ``dstate`` are the gradients of the sums and of the state after all keys.
+        ``dsums`` and ``dstate`` are the gradients of the sums and of the state after all keys.
         """
         if self.compiled:
             dstate = self.zero_state() if dstate is None else dstate.contiguous()
-        read = kept if self.earlier_pairs else [self.state, *kept]
-        douts = self.split(dout)
+        read = kept if self.earlier_keys else [self.state, *kept]
+        parts = self.split(dsums)
+        assert grads.coefficients is not None  # empty without any
+        assert grads.state is not None
+        grads.coefficients.zero_()
         for i in reversed(range(len(self.queries))):
-            queries, pair = (self.queries[i], douts[i]), self.own_pairs[i]
-            state = read[i if self.plan.causal else 0]
-            grads = self.step(chunk_step.backward, queries, pair, state, dstate)
-            self.write(grads[0], dq, i)
-            if pair is not None:
-                self.write(grads[1], dk[..., self.own], i)
-                self.write(grads[2], dv[..., self.own], i)
-            dstate = dstate if grads[3] is None else grads[3]
-        for i, keys in enumerate(self.earlier_pairs):
-            grads = self.step(chunk_step.backward, None, keys, None, dstate)
-            self.write(grads[1], dk[..., self.earlier], i)
-            self.write(grads[2], dv[..., self.earlier], i)
-        return dstate
+            queries = chunk_step.Queries(self.queries[i], self.coefficients, parts[i])
+            keys, state = self.own_keys[i], read[i if self.plan.causal else 0]
+            found = self.step(chunk_step.backward, queries, keys, state, dstate)
+            self.write(found.q, grads.queries, i)
+            if keys is not None:
+                self.write(found.k, grads.keys[..., self.own], i)
+                self.write(found.v, grads.values[..., self.own], i)
+            if found.coefficients is not None:
+                grads.coefficients.add_(found.coefficients)
+            dstate = dstate if found.state is None else found.state
+        for i in reversed(range(len(self.earlier_keys))):
+            found = self.step(chunk_step.backward, None, self.earlier_keys[i], None, dstate)
+            self.write(found.k, grads.keys[..., self.earlier], i)
+            self.write(found.v, grads.values[..., self.earlier], i)
+            dstate = dstate if found.state is None else found.state
+        if grads.state.numel():
+            grads.state.copy_(self.zero_state() if dstate is None else dstate)

@@ -1,0 +1,96 @@
+"""The tensors of the chunked form: a column per token, with heads and batch in one dimension."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype
+from softmax_rnn.ops.spec import AttentionSpec
+
+
+class Columns(NamedTuple):
+    """The inputs of a call; N is B * Hkv.
+
+    Attributes:
+        queries: scaled, [N, D, G, T].
+        keys: [N, D, S].
+        values: value channels [N, C, S]; with a row sum there is one more channel, of ones.
+        state: [N, C, rows].
+        log_decay: [N, 1, S], or [N, D, S] per channel.
+        coefficients: [N, G, order + 1].
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    state: Tensor | None
+    log_decay: Tensor | None
+    coefficients: Tensor | None
+
+    def of(self, heads: slice) -> Columns:
+        """The tensors of some of the N."""
+        return Columns(*(x if x is None else x[heads] for x in self))  # type: ignore[arg-type]
+
+
+def to_columns(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    mask: Tensor | None,
+    state: Tensor | None,
+    keep_state: bool,
+    log_decay: Tensor | None,
+    coefficients: Tensor | None,
+) -> Columns:
+    """All channels of a hidden key are zero, so that it adds nothing to any sum."""
+    dtype = compute_dtype(q.dtype)
+    channels = v.to(dtype).mT
+    if spec.row_sum is not None:
+        channels = torch.cat([channels, channels.new_ones(*v.shape[:2], 1, v.shape[2])], dim=2)
+    keys = k.to(dtype).mT
+    if mask is not None:  # not multiplied by 0: a hidden NaN would stay NaN
+        channels, keys = channels.masked_fill(~mask, 0.0), keys.masked_fill(~mask, 0.0)
+    queries = q.to(dtype).unflatten(1, (k.shape[1], -1)).movedim(-1, 2)
+    queries = queries.flatten(0, 1) * spec.score_scale(q.shape[-1])
+    keys, channels = (x.flatten(0, 1).contiguous() for x in (keys, channels))
+    if log_decay is not None:
+        log_decay = log_decay.mT if log_decay.ndim == 4 else log_decay.unsqueeze(2)
+        log_decay = log_decay.flatten(0, 1)
+    if coefficients is not None:
+        coefficients = coefficients.to(dtype).unflatten(0, (k.shape[1], -1))
+        coefficients = coefficients.expand(len(k), *coefficients.shape).flatten(0, 1)
+    if state is not None:
+        state = state.flatten(0, 1)
+    elif not keep_state:  # a state stores unscaled keys
+        queries, keys = _balanced(queries, keys)
+    return Columns(queries, keys, channels, state, log_decay, coefficients)
+
+
+def _balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale queries and keys to equal size, with the same products.
+
+    High powers of the larger ones could overflow. The factor is a power of two for each head, so
+    that nothing is rounded.
+    """
+    if not (q[0].numel() and k[0].numel()):
+        return q, k
+    largest = [x.detach().abs().flatten(1).amax(1) for x in (q, k)]
+    exponent = ((largest[0].log2() - largest[1].log2()) / 2).round()
+    ratio = torch.where(exponent.isfinite(), exponent, 0.0).exp2()
+    return q / ratio.view(-1, 1, 1, 1), k * ratio.view(-1, 1, 1)
+
+
+def from_columns(
+    sums: Tensor, spec: AttentionSpec, k: Tensor, state: Tensor | None, noise: Tensor | None
+) -> RowSums:
+    """Sums [N, C, G, T], state [N, C, rows] and noise [N, G, T] as :class:`RowSums`."""
+    sums = sums.unflatten(0, k.shape[:2]).movedim(2, -1).flatten(1, 2)
+    state = None if state is None else state.unflatten(0, k.shape[:2])
+    if spec.row_sum is None:
+        return RowSums(sums, state=state)
+    noise = None if noise is None else noise.unflatten(0, k.shape[:2]).flatten(1, 2)
+    return RowSums(sums[..., :-1], sums[..., -1], state=state, noise=noise)

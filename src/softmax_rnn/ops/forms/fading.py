@@ -1,0 +1,129 @@
+"""The decays of a chunk: factors of its queries, keys and state, and the gradient of log decays.
+
+Let ``G_t`` be the sum of a chunk's log decays up to position ``t``. The state before the chunk is
+read by query ``t`` with the factor ``exp(G_t)``; key ``s`` is added to the next state with
+``exp(G_end - G_s)``, beside the old state with ``exp(G_end)``; and query ``t`` reads key ``s`` with
+``exp(G_t - G_s)``. A decay per position multiplies sums and values by these factors. A decay per
+channel multiplies queries and keys, so that the state's monomials decay by the monomials of
+``exp(G_end)``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from softmax_rnn.ops.cost import FEATURES
+from softmax_rnn.ops.forms.chunk_tables import Tables
+from softmax_rnn.ops.forms.columns import Columns
+from softmax_rnn.ops.forms.faded_scores import faded, pair_factors
+from softmax_rnn.ops.monomials import degrees, monomials, monomials_backward
+from softmax_rnn.ops.spec import AttentionSpec
+
+
+class Fading(NamedTuple):
+    """The factors of a chunk; ``None`` for 1.
+
+    Attributes:
+        queries: of queries that read the state, [N, D, G * L].
+        keys: of keys that are added to the state, [N, D, L].
+        sums: of what queries read from the state, [N, 1, G * L].
+        values: of value channels that are added to the state, [N, 1, L].
+        state: of the state before the chunk, [N, 1, rows] or [N, 1, 1].
+        pairs: of the weights within the chunk, [N, L, L], 0 for later keys.
+        total: ``G`` per channel, [N, D, L], for the scores within the chunk.
+    """
+
+    queries: Tensor | None = None
+    keys: Tensor | None = None
+    sums: Tensor | None = None
+    values: Tensor | None = None
+    state: Tensor | None = None
+    pairs: Tensor | None = None
+    total: Tensor | None = None
+
+
+NO_FADING = Fading()
+
+
+def fading(tables: Tables, log_decay: Tensor | None, groups: int) -> Fading:
+    """The factors of log decays [N, 1, L], or [N, D, L] per channel."""
+    if log_decay is None:
+        return NO_FADING
+    total, dtype = log_decay.cumsum(-1), tables.weights.dtype
+    exponents = torch.cat([total, total[..., -1:] - total], dim=2)
+    read, added = faded(exponents, dtype).chunk(2, dim=2)
+    kept, read = read[..., -1:], read.repeat(1, 1, groups)
+    if tables.channels:
+        kept = monomials(kept, tables.degree, tables.gathers)[:, tables.unused :].mT
+        return Fading(queries=read, keys=added, state=kept, total=total)
+    pairs = pair_factors(total.squeeze(1), dtype) if total.shape[2] > 1 else None
+    return Fading(sums=read, values=added, state=kept, pairs=pairs)
+
+
+def times(x: Tensor, factor: Tensor | None) -> Tensor:
+    """``x * factor``."""
+    return x if factor is None else x * factor
+
+
+def log_decay_grad(
+    spec: AttentionSpec,
+    inputs: Columns,
+    grads: Columns,
+    sums: Tensor,
+    dsums: Tensor,
+    state: Tensor,
+    dstate: Tensor | None,
+) -> Tensor:
+    """:func:`_log_decay_grad`, by as many heads as fit the cache with their products."""
+    assert inputs.log_decay is not None
+    count = max(1, FEATURES["cpu"] // max(1, inputs.values[0].numel()))
+    parts = []
+    for start in range(0, len(sums), count):
+        heads = slice(start, start + count)
+        ends = None if dstate is None else (state[heads], dstate[heads])
+        given = inputs.of(heads), grads.of(heads), sums[heads], dsums[heads]
+        parts.append(_log_decay_grad(spec, *given, ends))
+    return torch.cat(parts) if parts else torch.zeros_like(inputs.log_decay)
+
+
+def _log_decay_grad(
+    spec: AttentionSpec,
+    inputs: Columns,
+    grads: Columns,
+    sums: Tensor,
+    dsums: Tensor,
+    ends: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """The gradient of log decays, as ``inputs.log_decay``, from the other gradients.
+
+    ``G_t`` scales the sums of query ``t`` or the query itself, ``-G_s`` the value channels of key
+    ``s`` or the key itself, and the last ``G`` the ``state`` after all keys: each monomial as often
+    as the channel is a factor of it. A log decay is a part of all later ``G``.
+    """
+    assert inputs.log_decay is not None
+    dtype = inputs.log_decay.dtype
+    end = None if ends is None else (ends[0] * ends[1]).sum(1, keepdim=True, dtype=dtype)
+    if spec.decay == "channel":
+        total = -(inputs.keys * grads.keys).to(dtype)
+        read = (inputs.queries * grads.queries).sum(2, dtype=dtype)
+        end = None if end is None else _by_channel(end.mT, spec, total.shape[1])
+    else:
+        total = -(inputs.values * grads.values).sum(1, keepdim=True, dtype=dtype)
+        read = (sums * dsums).sum((1, 2), dtype=dtype).unsqueeze(1)
+        end = None if end is None else end.sum(2, keepdim=True)
+    total[..., total.shape[2] - read.shape[2] :] += read
+    if end is not None:
+        total[..., -1:] += end
+    return total.flip(-1).cumsum(-1).flip(-1)
+
+
+def _by_channel(rows: Tensor, spec: AttentionSpec, width: int) -> Tensor:
+    """The sum over state rows [N, rows, 1], each times the power of a channel: [N, D, 1]."""
+    degree = degrees(spec)[1]
+    ones = rows.new_ones(len(rows), width, 1)
+    features = monomials(ones, degree)  # whose derivatives at 1 are the powers
+    grad = torch.cat([torch.zeros_like(features[:, rows.shape[1] :]), rows], dim=1)
+    return monomials_backward(ones, degree, features, grad)
