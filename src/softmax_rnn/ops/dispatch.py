@@ -56,7 +56,7 @@ def _plain(spec: AttentionSpec, device: str) -> bool:
 
 
 def _has_state(spec: AttentionSpec, device: str) -> bool:
-    return spec.has_state and spec.window is None
+    return spec.has_state
 
 
 # form="auto" prefers earlier forms, but chooses chunked where its cost is lower.

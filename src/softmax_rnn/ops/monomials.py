@@ -41,6 +41,8 @@ def cumulative_dimension(width: int, degree: int) -> int:
 def state_size(spec: AttentionSpec | str, d_k: int, d_v: int) -> int:
     """Number of elements in a head's state: per monomial, a row of values and any weight sum.
 
+    The keys and values of a window are not included.
+
     Args:
         spec: a finite series, or the name of a variant with one.
         d_k: key width.
