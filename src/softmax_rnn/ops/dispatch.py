@@ -65,12 +65,7 @@ FORMS: dict[str, Form] = {
         lambda spec, device: fused.supports(spec, device) and _plain(spec, device),
         refuses=fused.refuses,
     ),
-    "triton": Form(
-        triton.triton,
-        lambda spec, device: triton.supports(spec, device) and _plain(spec, device),
-        refuses=triton.refuses,
-        maps=True,
-    ),
+    "triton": Form(triton.triton, triton.supports, refuses=triton.refuses, maps=True),
     "blocked": Form(blocked, _plain),
     "chunked": Form(chunked, _has_state, stateful=True),
     # The plain recurrence, one token at a time: a query reads the state, then its key is added.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import softmax_rnn as sr
-from cases import LAYOUTS, Case, Shape, assert_close, make_case
+from cases import LAYOUTS, MASKS, WIDENED, Case, Shape, assert_close, make_case
 from softmax_rnn.ops.forms import triton as form
 from softmax_rnn.ops.forms.dense import dense
 from softmax_rnn.ops.spec import AttentionSpec
@@ -33,6 +33,7 @@ KERNELS = "softmax_rnn.ops.forms.triton_kernels"
 SMALL = Shape(batch=1, heads=2, kv_heads=1, queries=37, keys=41)
 SHIFTED, BOUNDED = AttentionSpec(), AttentionSpec(clamp=0.5, denominator="none")
 MAPS = ("elu1", "relu", "cosine")
+COMPUTED = {name: spec for name, spec in WIDENED.items() if spec.decay != "channel"}
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +216,93 @@ def test_more_queries_than_keys(device: str) -> None:
     check(make_case(BOUNDED, causal=False, shape=shape), device)
 
 
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", COMPUTED)
+def test_decays_polynomials_and_windows(name: str, mask: str, device: str) -> None:
+    """Keys of more tiles than a window has."""
+    shape = Shape(batch=2, heads=2, kv_heads=1, queries=70, keys=79)
+    check(make_case(COMPUTED[name], mask=mask, shape=shape), device)
+
+
+@pytest.mark.parametrize("decay", [1e-3, 1.0, 100.0, 1e5])
+@pytest.mark.parametrize("name", ["forgetting", "forgetting_gate", "taylor_token", "window_decay"])
+def test_strong_and_weak_decays(name: str, decay: float, device: str) -> None:
+    case = make_case(COMPUTED[name], shape=SMALL, decay=decay)
+    check(case, device)
+    check(case, device, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "name",
+    ["forgetting", "power_token", "cosine_token", "learned_polynomial_token", "window_decay"],
+)
+def test_types_of_decays_polynomials_and_windows(
+    name: str, dtype: torch.dtype, device: str
+) -> None:
+    check(make_case(COMPUTED[name], mask="padding", shape=SMALL), device, dtype)
+
+
+def test_close_keys_far_from_the_first_one(device: str) -> None:
+    """The running sums are -1e6, the differences between neighbours 1e-3."""
+    case = make_case(AttentionSpec(decay="token"), shape=SMALL, decay=1e-3)
+    for early in (0, 20):
+        case.tensors["log_decay"][:, :, early : early + 2] = -1e4
+    many = dataclasses.replace(SMALL, keys=241)
+    case = make_case(AttentionSpec(decay="token"), shape=many, decay=1e-3)
+    case.tensors["log_decay"][:, :, :200] = -5e3
+    check(case, device, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["window", "window_global", "window_decay"])
+def test_tiles_before_a_window_are_not_visited(name: str, device: str) -> None:
+    """Neither by queries nor by keys, but those of global keys are."""
+    spec, tile = COMPUTED[name], 128 if device == "cuda" else 32
+    length = 4 * tile
+    q, k, v = (torch.randn(1, 1, length, 16, device=device) for _ in range(3))
+    decays = {"log_decay": -torch.rand(1, 1, length, device=device)} if spec.decay != "none" else {}
+    v[:, :, tile : 2 * tile] = torch.nan
+    q.requires_grad_(), k.requires_grad_()
+    out = sr.attention(q, k, v, spec, form="triton", **decays)
+    late, early = out[:, :, 3 * tile :], out[:, :, :tile]
+    assert late.isfinite().all()
+    assert early.isfinite().all()
+    upstream = torch.zeros_like(out)
+    upstream[:, :, :tile] = torch.nan
+    dq, dk = torch.autograd.grad(out, (q, k), upstream)
+    assert dq[:, :, 3 * tile :].isfinite().all()
+    assert dk[:, :, 2 * tile + 16 :].isfinite().all()
+
+
+@pytest.mark.parametrize("global_keys", [1, 40, 1000])
+@pytest.mark.parametrize("window", [1, 33, 78, 79, 10**12])
+def test_windows(window: int, global_keys: int, device: str) -> None:
+    """A tile or less, all but one key, all, more; after keys that no query sees."""
+    spec = AttentionSpec(window=window, global_keys=global_keys, series="taylor", order=2)
+    shape = Shape(batch=2, heads=1, kv_heads=1, queries=70, keys=79)
+    case = make_case(spec, mask="padding", shape=shape)
+    case.mask[-1, ..., :35] = False
+    check(case, device)
+
+
+def test_learned_polynomials_of_order_0_and_high_order(device: str) -> None:
+    for order in (0, 1, 7, 8):
+        spec = AttentionSpec(series="polynomial", order=order, clamp=0.7, denominator="length")
+        check(make_case(spec, shape=SMALL), device)
+
+
+def test_gradients_that_no_one_asks_for(device: str) -> None:
+    """Decays and coefficients that are constants."""
+    case = make_case(COMPUTED["learned_polynomial_token"], shape=SMALL)
+    there = {name: x.to(device) for name, x in case.tensors.items()}
+    there["q"].requires_grad_()
+    grads = [
+        torch.autograd.grad(sr.attention(spec=case.spec, form=way, **there).sum(), there["q"])[0]
+        for way in ("triton", "dense")
+    ]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("sums", ["numerator", "weight_sum"])
 @pytest.mark.parametrize("spec", [SHIFTED, BOUNDED], ids=["shifted", "bounded"])
 def test_gradients_of_one_sum_alone(spec: AttentionSpec, sums: str, device: str) -> None:
@@ -385,12 +473,21 @@ for capability, shared in ((80, 163), (90, 227)):
         (torch.bfloat16, 64, False, AttentionSpec(clamp=5.0, denominator="none")),
         (torch.bfloat16, 200, True, AttentionSpec(series="taylor", order=4, feature_map="elu1")),
         (torch.float16, 128, False, AttentionSpec(feature_map="cosine")),
+        (torch.bfloat16, 64, False, AttentionSpec(decay="token", window=20, global_keys=2)),
+        (torch.bfloat16, 256, True, AttentionSpec(decay="token", clamp=5.0)),
+        (torch.float32, 256, True, AttentionSpec(series="polynomial", order=5, decay="head")),
+        (torch.float64, 40, False, AttentionSpec(series="polynomial", order=2, window=30)),
     ):
         q, k, v = (torch.zeros(1, h, 50, width, dtype=dtype, requires_grad=True) for h in (2, 1, 1))
         mask = torch.ones(1, 1, 1, 50, dtype=torch.bool) if masked else None
-        rows = form.triton(q, k, v, spec, causal=True, mask=mask)
+        terms = {}
+        if spec.decay != "none":
+            terms["log_decay"] = torch.zeros(1, 1, 50, dtype=torch.float64, requires_grad=True)
+        if spec.learned_coefficients:
+            terms["coefficients"] = torch.ones(2, spec.order + 1, requires_grad=True)
+        rows = form.triton(q, k, v, spec, causal=True, mask=mask, **terms)
         (rows.numerator.sum() + rows.weight_sum.sum()).backward()
         assert max(sizes) <= shared * 1024
 print(len(sizes))
 """
-    assert python(code, tmp_path) == "18\n"
+    assert python(code, tmp_path) == "42\n"

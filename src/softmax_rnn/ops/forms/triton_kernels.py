@@ -3,14 +3,16 @@
 One program holds one tile and loops over other tiles. For the sums and the gradient of q, a tile of
 queries loops over its visible keys. For the gradients of k and v, a tile of keys loops over the
 queries that see them, and sums over the query heads of the group. Each output is written by one
-program, so results do not depend on the order of programs. Tiles of future keys only are skipped.
-Tiles in which every query sees every key need no check of positions.
+program, so results do not depend on the order of programs. Tiles without a visible pair are
+skipped: future keys, and those before a window. Without a window, tiles in which every query sees
+every key need no check of positions.
 
 Queries and keys are mapped by ``phi`` (MAP) when they are loaded. Gradients of features are mapped
 back before they are stored, so features stay on the chip. A score ``s = SCALE * phi(q) . phi(k)``
 has the weight ``w(min(s, CLAMP))``: the power series of COEFFICIENTS, unrolled by Horner's rule, or
-exp if COEFFICIENTS is None. If this exp might overflow, the row ``maximum`` is subtracted from its
-exponent; other weights need no maximum.
+exp if COEFFICIENTS is None. With ``learned`` numbers [H, N + 1], COEFFICIENTS are their factors. If
+exp might overflow, the row ``maximum`` is subtracted from its exponent; other weights need no
+maximum. A decay multiplies a weight by ``exp(G_t - G_s)``; of exp it is part of the exponent.
 
 Scores, sums and ``phi`` are computed in float32 (float64 for float64 inputs). Features are rounded
 to the dtype of the inputs. Factors of products with weights or gradients have this dtype too, but
@@ -18,7 +20,9 @@ float32 instead of float16: sums that are not normalised exceed the range of flo
 
 Pointers refer to queries [B, H, T, D], keys [B, Hkv, S, D], values and the numerator's gradient,
 and a mask [B, H, T, S] of bytes. Each has four strides (0 where a mask is broadcast). The sums and
-maxima are contiguous [B, H, T]. BY_QUERY is whether the mask differs between queries. LONG is
+maxima are contiguous [B, H, T], the ``running`` sums ``G`` of log decays [B, Hkv, S, 2]: a sum and
+what its rounding lost. The ``span`` [B, 2] goes from the first key that every query sees besides
+the WINDOW to the end of the last one. BY_QUERY is whether the mask differs between queries. LONG is
 whether the autotuner treats the sequence as long. EDGE selects the tiles that need a check of
 positions or mask.
 """
@@ -119,33 +123,66 @@ def _add_product(total, a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _visible(mask, strides, queries, keys, T, S, CAUSAL: tl.constexpr, BY_QUERY: tl.constexpr):
-    """Which pairs count; ``queries`` and ``keys`` are positions that broadcast to the tile."""
-    visible = (queries < T) & (keys < S)
-    if CAUSAL:
-        visible = visible & (keys <= queries + (S - T))
-    if mask is not None:
-        offsets = keys.to(tl.int64) * strides[3]
-        if BY_QUERY:
-            offsets = offsets + queries.to(tl.int64) * strides[2]
-            shown = tl.load(mask + offsets, mask=visible, other=0)
-        else:  # read once per tile, not per row
-            shown = tl.load(mask + offsets, mask=keys < S, other=0)
-        visible = visible & (shown != 0)
+def _visible(
+    EDGE: tl.constexpr, mask, strides, queries, keys, T, S, global_end,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_QUERY: tl.constexpr,
+):  # fmt: skip
+    """Which pairs count, None for all; ``queries`` and ``keys`` broadcast to the tile."""
+    visible = None
+    if EDGE or WINDOW is not None:
+        visible = (queries < T) & (keys < S)
+        if CAUSAL:
+            visible = visible & (keys <= queries + (S - T))
+        if WINDOW is not None:
+            visible = visible & ((keys > queries + (S - T - WINDOW)) | (keys < global_end))
+        if mask is not None:
+            offsets = keys.to(tl.int64) * strides[3]
+            if BY_QUERY:
+                offsets = offsets + queries.to(tl.int64) * strides[2]
+                shown = tl.load(mask + offsets, mask=visible, other=0)
+            else:  # read once per tile, not per row
+                shown = tl.load(mask + offsets, mask=keys < S, other=0)
+            visible = visible & (shown != 0)
     return visible
 
 
 @triton.jit
-def _series(x, COEFFICIENTS: tl.constexpr):
-    if COEFFICIENTS is None:
-        result = tl.exp(x)
-    else:
-        ORDER: tl.constexpr = len(COEFFICIENTS) - 1
-        result = tl.full(x.shape, COEFFICIENTS[ORDER], x.dtype)
-        for n in tl.static_range(ORDER):
-            result *= x
-            if COEFFICIENTS[ORDER - 1 - n] != 0:
-                result += COEFFICIENTS[ORDER - 1 - n]
+def _hide(x, visible, value: tl.constexpr = 0.0):
+    if visible is not None:
+        x = tl.where(visible, x, value)
+    return x
+
+
+@triton.jit
+def _fading(running, queries, keys, T, S):
+    """``G_t - G_s``, 0 for later keys; None without a decay. Positions broadcast to the tile."""
+    fading = None
+    if running is not None:
+        at = queries + (S - T)
+        # The first difference is exact where it is small, the second one is always small.
+        fading = tl.load(running + 2 * at, at < S, 0.0) - tl.load(running + 2 * keys, keys < S, 0.0)
+        running += 1
+        lost = tl.load(running + 2 * at, at < S, 0.0) - tl.load(running + 2 * keys, keys < S, 0.0)
+        fading = tl.minimum(fading + lost, 0.0)
+    return fading
+
+
+@triton.jit
+def _plus_coefficient(x, n: tl.constexpr, learned, COEFFICIENTS: tl.constexpr):
+    if COEFFICIENTS[n] != 0:
+        if learned is None:
+            x += COEFFICIENTS[n]
+        else:
+            x += COEFFICIENTS[n] * tl.load(learned + n)
+    return x
+
+
+@triton.jit
+def _series(x, learned, COEFFICIENTS: tl.constexpr):
+    ORDER: tl.constexpr = len(COEFFICIENTS) - 1
+    result = _plus_coefficient(tl.full(x.shape, 0.0, x.dtype), ORDER, learned, COEFFICIENTS)
+    for n in tl.static_range(ORDER):
+        result = _plus_coefficient(result * x, ORDER - 1 - n, learned, COEFFICIENTS)
     return result
 
 
@@ -157,20 +194,46 @@ def _clamped(scores, CLAMP: tl.constexpr):
 
 
 @triton.jit
-def _weights_and_slopes(
-    scores, shift, COEFFICIENTS: tl.constexpr, SLOPE: tl.constexpr, CLAMP: tl.constexpr
-):
-    """The weights of unclamped scores, and the derivatives of the weights."""
-    x = _clamped(scores, CLAMP)
-    if shift is not None:
-        x = x - shift
-    weights = _series(x, COEFFICIENTS)
+def _weights(x, fading, shift, learned, COEFFICIENTS: tl.constexpr):
+    """The weights of clamped scores."""
+    if COEFFICIENTS is None:
+        if fading is not None:
+            x = x + fading
+        if shift is not None:
+            x = x - shift
+        weights = tl.exp(x)
+    else:
+        weights = _series(x, learned, COEFFICIENTS)
+        if fading is not None:
+            weights *= tl.exp(fading)
+    return weights
+
+
+@triton.jit
+def _slopes(
+    scores, weights, fading, learned, COEFFICIENTS: tl.constexpr, SLOPE: tl.constexpr,
+    CLAMP: tl.constexpr,
+):  # fmt: skip
+    """The derivatives of ``weights`` by the scores, before the clamp."""
     slopes = weights
     if COEFFICIENTS is not None:
-        slopes = _series(x, SLOPE)
+        if learned is not None:
+            learned += 1
+        slopes = _weights(_clamped(scores, CLAMP), fading, None, learned, SLOPE)
     if CLAMP is not None:
         slopes = tl.where(scores > CLAMP, 0.0, slopes)
-    return weights, slopes
+    return slopes
+
+
+@triton.jit
+def _global_keys(span, batch):
+    """The range of keys that every query sees besides the window."""
+    start = 0
+    end = 0
+    if span is not None:
+        start = tl.load(span + 2 * batch)
+        end = tl.load(span + 2 * batch + 1)
+    return start, end
 
 
 @triton.jit
@@ -190,10 +253,13 @@ def _own_tile(length, heads, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _key_range(
-    EDGE: tl.constexpr, first, mask, T, S,
-    CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    EDGE: tl.constexpr, first, mask, T, S, global_start, global_end,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The range of keys for the tile of queries at ``first``: whole tiles, or the rest (EDGE)."""
+    """The range of keys for the tile of queries at ``first``: whole tiles, or the rest (EDGE).
+
+    With a window: the global keys before it, or the window (EDGE).
+    """
     end = S
     whole = S // BLOCK_S * BLOCK_S
     if CAUSAL:
@@ -202,8 +268,13 @@ def _key_range(
     if mask is not None:
         whole = 0
     start = 0
+    if WINDOW is not None:
+        whole = tl.maximum(0, first + 1 + S - T - WINDOW) // BLOCK_S * BLOCK_S
+        start = global_start // BLOCK_S * BLOCK_S
     if EDGE:
         start = whole
+    elif WINDOW is not None:
+        end = tl.minimum(whole, global_end)
     else:
         end = whole
     return start, end
@@ -211,8 +282,8 @@ def _key_range(
 
 @triton.jit
 def _query_range(
-    EDGE: tl.constexpr, first, mask, T, S,
-    CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    EDGE: tl.constexpr, first, mask, T, S, global_start, global_end,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """The range of queries for the tile of keys at ``first``: whole tiles, or the rest (EDGE)."""
     start = 0
@@ -220,11 +291,15 @@ def _query_range(
     if CAUSAL:
         start = tl.maximum(0, first + T - S) // BLOCK_T * BLOCK_T
         whole = tl.cdiv(tl.maximum(0, first + BLOCK_S - 1 + T - S), BLOCK_T) * BLOCK_T
-    if mask is not None:
+    if mask is not None or WINDOW is not None:
         whole = T
     end = T
     if EDGE:
         end = tl.minimum(T, whole)
+        if WINDOW is not None:
+            has_global = (first < global_end) & (first + BLOCK_S > global_start)
+            near = tl.minimum(T, first + BLOCK_S - 1 + T - S + WINDOW)
+            end = tl.where(has_global, T, near)
     else:
         start = whole
     return start, end
@@ -232,13 +307,13 @@ def _query_range(
 
 @triton.jit
 def sums(
-    q, k, v, mask, numerator, weight_sum, maximum,
+    q, k, v, mask, running, learned, span, numerator, weight_sum, maximum,
     q_strides, k_strides, v_strides, mask_strides, numerator_strides,
     H, GROUPS, T, S,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     SCALE: tl.constexpr, CLAMP: tl.constexpr, COEFFICIENTS: tl.constexpr, SLOPE: tl.constexpr,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_QUERY: tl.constexpr, PRECISION: tl.constexpr,
-    LONG: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    MAP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_QUERY: tl.constexpr,
+    PRECISION: tl.constexpr, LONG: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Numerator, weight sum and, where ``maximum`` is given, row maximum of a tile of queries."""
     SUM: tl.constexpr = weight_sum.dtype.element_ty
@@ -250,37 +325,45 @@ def sums(
     v = _head(v, v_strides, batch, head // GROUPS)
     if mask is not None:
         mask = _head(mask, mask_strides, batch, head)
+    if running is not None:
+        running += row // GROUPS * S * 2
+    if learned is not None:
+        learned += head * len(COEFFICIENTS)
+    global_start, global_end = _global_keys(span, batch)
     q_tile = _load_features(q, queries, q_strides, T, SUM, MAP, D, BLOCK_D)
 
     out = tl.full((BLOCK_T, BLOCK_E), 0.0, SUM)
     total = tl.full((BLOCK_T,), 0.0, SUM)
     top = tl.full((BLOCK_T,), float("-inf"), SUM)
     for EDGE in tl.static_range(2):
-        start, end = _key_range(EDGE, first, mask, T, S, CAUSAL, BLOCK_T, BLOCK_S)
+        start, end = _key_range(
+            EDGE, first, mask, T, S, global_start, global_end, CAUSAL, WINDOW, BLOCK_T, BLOCK_S
+        )
         for key in range(start, end, BLOCK_S):
             keys = key + tl.arange(0, BLOCK_S)
+            down, across = queries[:, None], keys[None, :]
             k_tile = _load_features(k, keys, k_strides, S, SUM, MAP, D, BLOCK_D)
             v_tile = _load(v, keys, v_strides, S, E, BLOCK_E).to(FACTOR)
             scores = _product(q_tile, tl.trans(k_tile), SUM, PRECISION) * SCALE
+            fading = _fading(running, down, across, T, S)
+            visible = _visible(
+                EDGE, mask, mask_strides, down, across, T, S, global_end, CAUSAL, WINDOW, BY_QUERY
+            )
             scores = _clamped(scores, CLAMP)
-            if EDGE:
-                visible = _visible(
-                    mask, mask_strides, queries[:, None], keys[None, :], T, S, CAUSAL, BY_QUERY
-                )
             if maximum is not None:
-                if EDGE:
-                    scores = tl.where(visible, scores, float("-inf"))
+                if fading is not None:
+                    scores += fading
+                scores = _hide(scores, visible, float("-inf"))
                 higher = tl.maximum(top, tl.max(scores, 1))
                 shift = tl.where(higher == float("-inf"), 0.0, higher)
                 weights = tl.exp(scores - shift[:, None])
-                decay = tl.exp(top - shift)
-                total *= decay
-                out *= decay[:, None]
+                correction = tl.exp(top - shift)
+                total *= correction
+                out *= correction[:, None]
                 top = higher
             else:
-                weights = _series(scores, COEFFICIENTS)
-                if EDGE:
-                    weights = tl.where(visible, weights, 0.0)
+                weights = _weights(scores, fading, None, learned, COEFFICIENTS)
+                weights = _hide(weights, visible)
             total += tl.sum(weights, 1)
             out = _add_product(out, weights, v_tile, PRECISION)
     numerator = _head(numerator, numerator_strides, batch, head)
@@ -293,15 +376,19 @@ def sums(
 
 @triton.jit
 def query_grads(
-    q, k, v, mask, maximum, grad, grad_sum, dq,
+    q, k, v, mask, running, learned, span, maximum, grad, grad_sum, dq, drunning, dlearned,
     q_strides, k_strides, v_strides, mask_strides, grad_strides, dq_strides,
     H, GROUPS, T, S,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     SCALE: tl.constexpr, CLAMP: tl.constexpr, COEFFICIENTS: tl.constexpr, SLOPE: tl.constexpr,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_QUERY: tl.constexpr, PRECISION: tl.constexpr,
-    LONG: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    MAP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_QUERY: tl.constexpr,
+    PRECISION: tl.constexpr, LONG: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile of queries."""
+    """The gradient of a tile of queries.
+
+    If given, also the queries' part of the gradient of their running sums, ``drunning`` [B, H, T],
+    and each query's part of the gradient of the learned numbers, ``dlearned`` [B, H, T, N + 1].
+    """
     SUM: tl.constexpr = grad_sum.dtype.element_ty
     FACTOR: tl.constexpr = tl.float32 if v.dtype.element_ty == tl.float16 else v.dtype.element_ty
     first, row, batch, head = _own_tile(T, H, True, BLOCK_T)
@@ -311,8 +398,13 @@ def query_grads(
     v = _head(v, v_strides, batch, head // GROUPS)
     if mask is not None:
         mask = _head(mask, mask_strides, batch, head)
-    grad = _head(grad, grad_strides, batch, head)
+    if running is not None:
+        running += row // GROUPS * S * 2
+    if learned is not None:
+        learned += head * len(COEFFICIENTS)
+    global_start, global_end = _global_keys(span, batch)
     q_tile = _load_features(q, queries, q_strides, T, SUM, MAP, D, BLOCK_D)
+    grad = _head(grad, grad_strides, batch, head)
     grad_tile = _load(grad, queries, grad_strides, T, E, BLOCK_E).to(FACTOR)
     grad_sums = tl.load(grad_sum + row * T + queries, mask=queries < T, other=0.0)[:, None]
     shift = None
@@ -320,48 +412,83 @@ def query_grads(
         shift = tl.load(maximum + row * T + queries, mask=queries < T, other=0.0)[:, None]
 
     out = tl.full((BLOCK_T, BLOCK_D), 0.0, SUM)
+    if drunning is not None:
+        drunning_out = tl.full((BLOCK_T,), 0.0, SUM)
+    if dlearned is not None:
+        TERMS: tl.constexpr = triton.next_power_of_2(len(COEFFICIENTS))
+        terms = tl.arange(0, TERMS)[None, :]
+        dlearned_out = tl.full((BLOCK_T, TERMS), 0.0, SUM)
     for EDGE in tl.static_range(2):
-        start, end = _key_range(EDGE, first, mask, T, S, CAUSAL, BLOCK_T, BLOCK_S)
+        start, end = _key_range(
+            EDGE, first, mask, T, S, global_start, global_end, CAUSAL, WINDOW, BLOCK_T, BLOCK_S
+        )
         for key in range(start, end, BLOCK_S):
             keys = key + tl.arange(0, BLOCK_S)
+            down, across = queries[:, None], keys[None, :]
             k_tile = _load_features(k, keys, k_strides, S, SUM, MAP, D, BLOCK_D)
             v_tile = _load(v, keys, v_strides, S, E, BLOCK_E).to(FACTOR)
             scores = _product(q_tile, tl.trans(k_tile), SUM, PRECISION) * SCALE
+            fading = _fading(running, down, across, T, S)
+            visible = _visible(
+                EDGE, mask, mask_strides, down, across, T, S, global_end, CAUSAL, WINDOW, BY_QUERY
+            )
+            x = _clamped(scores, CLAMP)
+            weights = _weights(x, fading, shift, learned, COEFFICIENTS)
+            slopes = _slopes(scores, weights, fading, learned, COEFFICIENTS, SLOPE, CLAMP)
             dweights = _product(grad_tile, tl.trans(v_tile), SUM, PRECISION) + grad_sums
-            _, slopes = _weights_and_slopes(scores, shift, COEFFICIENTS, SLOPE, CLAMP)
-            dscores = slopes * dweights
-            if EDGE:
-                visible = _visible(
-                    mask, mask_strides, queries[:, None], keys[None, :], T, S, CAUSAL, BY_QUERY
-                )
-                dscores = tl.where(visible, dscores, 0.0)
+            dscores = _hide(slopes * dweights, visible)
             out = _add_product(out, dscores, k_tile.to(FACTOR), PRECISION)
+            if drunning is not None:
+                drunning_out += tl.sum(_hide(weights * dweights, visible), 1)
+            if dlearned is not None:
+                term = dweights
+                if fading is not None:
+                    term *= tl.exp(fading)
+                term, x = _hide(term, visible), _hide(x, visible)
+                for n in tl.static_range(len(COEFFICIENTS)):
+                    dlearned_out += tl.where(terms == n, tl.sum(term, 1)[:, None], 0.0)
+                    term *= x
     out = _map_backward(out * SCALE, q, queries, q_strides, T, MAP, D, BLOCK_D)
     _store(_head(dq, dq_strides, batch, head), queries, dq_strides, T, out, D, BLOCK_D)
+    if drunning is not None:
+        tl.store(drunning + row * T + queries, drunning_out, mask=queries < T)
+    if dlearned is not None:
+        rows = row * T + queries[:, None]
+        inside = (queries[:, None] < T) & (terms < len(COEFFICIENTS))
+        tl.store(dlearned + rows * len(COEFFICIENTS) + terms, dlearned_out, mask=inside)
 
 
 @triton.jit
 def key_grads(
-    q, k, v, mask, maximum, grad, grad_sum, dk, dv,
+    q, k, v, mask, running, learned, span, maximum, grad, grad_sum, dk, dv, drunning,
     q_strides, k_strides, v_strides, mask_strides, grad_strides, dk_strides, dv_strides,
     H, GROUPS, T, S,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     SCALE: tl.constexpr, CLAMP: tl.constexpr, COEFFICIENTS: tl.constexpr, SLOPE: tl.constexpr,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_QUERY: tl.constexpr, PRECISION: tl.constexpr,
-    LONG: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    MAP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_QUERY: tl.constexpr,
+    PRECISION: tl.constexpr, LONG: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a tile of keys and values; scores are transposed, [keys, queries]."""
+    """The gradients of a tile of keys and values; scores are transposed, [keys, queries].
+
+    If given, also the keys' part of the gradient of their running sums, ``drunning`` [B, Hkv, S],
+    times -1.
+    """
     SUM: tl.constexpr = grad_sum.dtype.element_ty
     FACTOR: tl.constexpr = tl.float32 if v.dtype.element_ty == tl.float16 else v.dtype.element_ty
-    first, _, batch, kv_head = _own_tile(S, H // GROUPS, False, BLOCK_S)
+    first, row, batch, kv_head = _own_tile(S, H // GROUPS, False, BLOCK_S)
     keys = first + tl.arange(0, BLOCK_S)
     k = _head(k, k_strides, batch, kv_head)
     v = _head(v, v_strides, batch, kv_head)
+    if running is not None:
+        running += row * S * 2
+    global_start, global_end = _global_keys(span, batch)
     k_tile = _load_features(k, keys, k_strides, S, SUM, MAP, D, BLOCK_D)
     v_tile = _load(v, keys, v_strides, S, E, BLOCK_E).to(FACTOR)
 
     dk_out = tl.full((BLOCK_S, BLOCK_D), 0.0, SUM)
     dv_out = tl.full((BLOCK_S, BLOCK_E), 0.0, SUM)
+    if drunning is not None:
+        drunning_out = tl.full((BLOCK_S,), 0.0, SUM)
     for group in range(GROUPS):
         head = kv_head * GROUPS + group
         sums_row = (batch * H + head) * T
@@ -370,10 +497,16 @@ def key_grads(
         mask_head = mask
         if mask is not None:
             mask_head = _head(mask, mask_strides, batch, head)
+        own = learned
+        if learned is not None:
+            own = learned + head * len(COEFFICIENTS)
         for EDGE in tl.static_range(2):
-            start, end = _query_range(EDGE, first, mask, T, S, CAUSAL, BLOCK_T, BLOCK_S)
+            start, end = _query_range(
+                EDGE, first, mask, T, S, global_start, global_end, CAUSAL, WINDOW, BLOCK_T, BLOCK_S
+            )
             for query in range(start, end, BLOCK_T):
                 queries = query + tl.arange(0, BLOCK_T)
+                down, across = keys[:, None], queries[None, :]
                 q_tile = _load_features(q_head, queries, q_strides, T, SUM, MAP, D, BLOCK_D)
                 grad_tile = _load(grad_head, queries, grad_strides, T, E, BLOCK_E).to(FACTOR)
                 inside = queries < T
@@ -382,18 +515,21 @@ def key_grads(
                 if maximum is not None:
                     shift = tl.load(maximum + sums_row + queries, mask=inside, other=0.0)[None, :]
                 scores = _product(k_tile, tl.trans(q_tile), SUM, PRECISION) * SCALE
-                weights, slopes = _weights_and_slopes(scores, shift, COEFFICIENTS, SLOPE, CLAMP)
+                fading = _fading(running, across, down, T, S)
+                visible = _visible(
+                    EDGE, mask_head, mask_strides, across, down, T, S, global_end,
+                    CAUSAL, WINDOW, BY_QUERY,
+                )  # fmt: skip
+                weights = _weights(_clamped(scores, CLAMP), fading, shift, own, COEFFICIENTS)
+                slopes = _slopes(scores, weights, fading, own, COEFFICIENTS, SLOPE, CLAMP)
                 dweights = _product(v_tile, tl.trans(grad_tile), SUM, PRECISION) + grad_sums
-                dscores = slopes * dweights
-                if EDGE:
-                    across = queries[None, :]
-                    visible = _visible(
-                        mask_head, mask_strides, across, keys[:, None], T, S, CAUSAL, BY_QUERY
-                    )
-                    weights = tl.where(visible, weights, 0.0)
-                    dscores = tl.where(visible, dscores, 0.0)
-                dv_out = _add_product(dv_out, weights, grad_tile, PRECISION)
+                dscores = _hide(slopes * dweights, visible)
+                if drunning is not None:
+                    drunning_out += tl.sum(_hide(weights * dweights, visible), 1)
+                dv_out = _add_product(dv_out, _hide(weights, visible), grad_tile, PRECISION)
                 dk_out = _add_product(dk_out, dscores, q_tile.to(FACTOR), PRECISION)
     dk_out = _map_backward(dk_out * SCALE, k, keys, k_strides, S, MAP, D, BLOCK_D)
     _store(_head(dk, dk_strides, batch, kv_head), keys, dk_strides, S, dk_out, D, BLOCK_D)
     _store(_head(dv, dv_strides, batch, kv_head), keys, dv_strides, S, dv_out, E, BLOCK_E)
+    if drunning is not None:
+        tl.store(drunning + row * S + keys, drunning_out, mask=keys < S)
