@@ -30,10 +30,17 @@ TOLERANCE = {
     torch.float16: 5e-3,
 }
 KERNELS = "softmax_rnn.ops.forms.triton_kernels"
+TILES = "softmax_rnn.ops.forms.triton_tiles"
 SMALL = Shape(batch=1, heads=2, kv_heads=1, queries=37, keys=41)
 SHIFTED, BOUNDED = AttentionSpec(), AttentionSpec(clamp=0.5, denominator="none")
 MAPS = ("elu1", "relu", "cosine")
 COMPUTED = {name: spec for name, spec in WIDENED.items() if spec.decay != "channel"}
+
+
+def forget_the_kernels() -> None:
+    """The next import decides anew whether Triton compiles or interprets them."""
+    for module in (KERNELS, TILES):
+        sys.modules.pop(module, None)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +74,9 @@ def device() -> Iterator[str]:
             for name, function in list(vars(module).items()):
                 if isinstance(function, triton.runtime.JITFunction):
                     patch.setattr(module, name, triton.jit(function.fn))
-        sys.modules.pop(KERNELS, None)
+        forget_the_kernels()
         yield "cpu"
-    sys.modules.pop(KERNELS, None)
+    forget_the_kernels()
 
 
 def run(case: Case, device: str, dtype: torch.dtype = torch.float64) -> list[dict[str, Tensor]]:
@@ -220,11 +227,11 @@ def test_more_queries_than_keys(device: str) -> None:
 @pytest.mark.parametrize("name", COMPUTED)
 def test_decays_polynomials_and_windows(name: str, mask: str, device: str) -> None:
     """Keys of more tiles than a window has."""
-    shape = Shape(batch=2, heads=2, kv_heads=1, queries=70, keys=79)
+    shape = Shape(batch=2, heads=2, kv_heads=1, queries=37, keys=67)
     check(make_case(COMPUTED[name], mask=mask, shape=shape), device)
 
 
-@pytest.mark.parametrize("decay", [1e-3, 1.0, 100.0, 1e5])
+@pytest.mark.parametrize("decay", [1e-3, 100.0, 1e5])
 @pytest.mark.parametrize("name", ["forgetting", "forgetting_gate", "taylor_token", "window_decay"])
 def test_strong_and_weak_decays(name: str, decay: float, device: str) -> None:
     case = make_case(COMPUTED[name], shape=SMALL, decay=decay)
@@ -245,9 +252,6 @@ def test_types_of_decays_polynomials_and_windows(
 
 def test_close_keys_far_from_the_first_one(device: str) -> None:
     """The running sums are -1e6, the differences between neighbours 1e-3."""
-    case = make_case(AttentionSpec(decay="token"), shape=SMALL, decay=1e-3)
-    for early in (0, 20):
-        case.tensors["log_decay"][:, :, early : early + 2] = -1e4
     many = dataclasses.replace(SMALL, keys=241)
     case = make_case(AttentionSpec(decay="token"), shape=many, decay=1e-3)
     case.tensors["log_decay"][:, :, :200] = -5e3
@@ -261,17 +265,20 @@ def test_tiles_before_a_window_are_not_visited(name: str, device: str) -> None:
     length = 4 * tile
     q, k, v = (torch.randn(1, 1, length, 16, device=device) for _ in range(3))
     decays = {"log_decay": -torch.rand(1, 1, length, device=device)} if spec.decay != "none" else {}
-    v[:, :, tile : 2 * tile] = torch.nan
-    q.requires_grad_(), k.requires_grad_()
+    q.requires_grad_()
+    k.requires_grad_()
+    values, upstream = v.clone(), torch.ones_like(v)
+    values[:, :, tile : 2 * tile] = torch.nan
+    out = sr.attention(q, k, values, spec, form="triton", **decays)
+    (dq,) = torch.autograd.grad(out, q, upstream)
+    for x in (out, dq):
+        assert x[:, :, 3 * tile :].isfinite().all()
+        assert x[:, :, tile : 2 * tile].isnan().all()
+    upstream[:, :, 3 * tile :] = torch.nan
     out = sr.attention(q, k, v, spec, form="triton", **decays)
-    late, early = out[:, :, 3 * tile :], out[:, :, :tile]
-    assert late.isfinite().all()
-    assert early.isfinite().all()
-    upstream = torch.zeros_like(out)
-    upstream[:, :, :tile] = torch.nan
-    dq, dk = torch.autograd.grad(out, (q, k), upstream)
-    assert dq[:, :, 3 * tile :].isfinite().all()
-    assert dk[:, :, 2 * tile + 16 :].isfinite().all()
+    (dk,) = torch.autograd.grad(out, k, upstream)
+    assert dk[:, :, tile : 2 * tile].isfinite().all()
+    assert dk[:, :, 3 * tile :].isnan().any()
 
 
 @pytest.mark.parametrize("global_keys", [1, 40, 1000])
@@ -408,7 +415,7 @@ def test_auto_leaves_the_interpreter_to_tests(monkeypatch: pytest.MonkeyPatch) -
     assert sr.forms("clamped")[0] == "triton"
     q = torch.randn(1, 1, 3, 4, dtype=torch.float64)
     expected = sr.attention(q, q, q, "clamped", form="blocked")
-    sys.modules.pop(KERNELS, None)
+    forget_the_kernels()
     assert torch.equal(sr.attention(q, q, q, "clamped"), expected)
     assert KERNELS not in sys.modules
 

@@ -32,84 +32,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from softmax_rnn.ops.forms.triton_tiles import (
+    at_head,
+    fading_between,
+    global_range,
+    hide,
+    key_range,
+    load_features,
+    load_rows,
+    map_backward,
+    own_tile,
+    query_range,
+    store_rows,
+    visible_pairs,
+)
+
 INTERPRETED = triton.knobs.runtime.interpret
-_MIN_LENGTH = tl.constexpr(1e-12)  # as in torch.nn.functional.normalize
-
-
-@triton.jit
-def _head(base, strides, batch, head):
-    return base + batch * strides[0] + head * strides[1]
-
-
-@triton.jit
-def _offsets(rows, strides, BLOCK: tl.constexpr):
-    return rows[:, None].to(tl.int64) * strides[2] + tl.arange(0, BLOCK)[None, :] * strides[3]
-
-
-@triton.jit
-def _load(
-    base, rows, strides, length, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FILL: tl.constexpr = 0.0
-):
-    """Rows of a [length, WIDTH] matrix as [rows, BLOCK]; FILL outside it."""
-    inside = rows[:, None] < length
-    if WIDTH != BLOCK:
-        inside = inside & (tl.arange(0, BLOCK)[None, :] < WIDTH)
-    return tl.load(base + _offsets(rows, strides, BLOCK), mask=inside, other=FILL)
-
-
-@triton.jit
-def _store(base, rows, strides, length, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The inverse of ``_load``, in the type of the matrix."""
-    inside = (rows[:, None] < length) & (tl.arange(0, BLOCK)[None, :] < WIDTH)
-    pointers = base + _offsets(rows, strides, BLOCK)
-    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _length(x):
-    """The divisors of the cosine map [rows, 1], at least a minimum; and which are raised to it."""
-    length = tl.sqrt(tl.sum(x * x, 1))[:, None]
-    short = length < _MIN_LENGTH
-    return tl.where(short, _MIN_LENGTH, length), short
-
-
-@triton.jit
-def _load_features(
-    base, rows, strides, length, SUM: tl.constexpr, MAP: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """As ``_load``, mapped by ``phi``; zeros outside the matrix."""
-    FILL: tl.constexpr = float("-inf") if MAP == "elu1" else 0.0  # phi maps it to zero
-    tile = _load(base, rows, strides, length, WIDTH, BLOCK, FILL)
-    if MAP != "identity":
-        x = tile.to(SUM)
-        if MAP == "elu1":
-            x = tl.where(x > 0, x + 1, tl.exp(x))
-        elif MAP == "relu":
-            x = tl.where(x < 0, 0.0, x)
-        elif MAP == "cosine":
-            size, _ = _length(x)
-            x = x * (1 / size)  # one division per row
-        tile = x.to(tile.dtype)
-    return tile
-
-
-@triton.jit
-def _map_backward(
-    grad, base, rows, strides, length, MAP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The gradient of rows, from the gradient of their features; loads the rows again."""
-    if MAP != "identity":
-        x = _load(base, rows, strides, length, WIDTH, BLOCK).to(grad.dtype)
-        if MAP == "elu1":
-            grad = tl.where(x > 0, grad, grad * tl.exp(x))
-        elif MAP == "relu":
-            grad = tl.where(x <= 0, 0.0, grad)
-        elif MAP == "cosine":
-            size, constant = _length(x)
-            unit = tl.where(constant, 0.0, x / size)
-            grad = (grad - unit * tl.sum(unit * grad, 1)[:, None]) / size
-    return grad
 
 
 @triton.jit
@@ -120,51 +58,6 @@ def _product(a, b, SUM: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def _add_product(total, a, b, PRECISION: tl.constexpr):
     return tl.dot(a.to(b.dtype), b, total, input_precision=PRECISION, out_dtype=total.dtype)
-
-
-@triton.jit
-def _visible(
-    EDGE: tl.constexpr, mask, strides, queries, keys, T, S, global_end,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_QUERY: tl.constexpr,
-):  # fmt: skip
-    """Which pairs count, None for all; ``queries`` and ``keys`` broadcast to the tile."""
-    visible = None
-    if EDGE or WINDOW is not None:
-        visible = (queries < T) & (keys < S)
-        if CAUSAL:
-            visible = visible & (keys <= queries + (S - T))
-        if WINDOW is not None:
-            visible = visible & ((keys > queries + (S - T - WINDOW)) | (keys < global_end))
-        if mask is not None:
-            offsets = keys.to(tl.int64) * strides[3]
-            if BY_QUERY:
-                offsets = offsets + queries.to(tl.int64) * strides[2]
-                shown = tl.load(mask + offsets, mask=visible, other=0)
-            else:  # read once per tile, not per row
-                shown = tl.load(mask + offsets, mask=keys < S, other=0)
-            visible = visible & (shown != 0)
-    return visible
-
-
-@triton.jit
-def _hide(x, visible, value: tl.constexpr = 0.0):
-    if visible is not None:
-        x = tl.where(visible, x, value)
-    return x
-
-
-@triton.jit
-def _fading(running, queries, keys, T, S):
-    """``G_t - G_s``, 0 for later keys; None without a decay. Positions broadcast to the tile."""
-    fading = None
-    if running is not None:
-        at = queries + (S - T)
-        # The first difference is exact where it is small, the second one is always small.
-        fading = tl.load(running + 2 * at, at < S, 0.0) - tl.load(running + 2 * keys, keys < S, 0.0)
-        running += 1
-        lost = tl.load(running + 2 * at, at < S, 0.0) - tl.load(running + 2 * keys, keys < S, 0.0)
-        fading = tl.minimum(fading + lost, 0.0)
-    return fading
 
 
 @triton.jit
@@ -226,86 +119,6 @@ def _slopes(
 
 
 @triton.jit
-def _global_keys(span, batch):
-    """The range of keys that every query sees besides the window."""
-    start = 0
-    end = 0
-    if span is not None:
-        start = tl.load(span + 2 * batch)
-        end = tl.load(span + 2 * batch + 1)
-    return start, end
-
-
-@triton.jit
-def _own_tile(length, heads, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):
-    """The first row of a program's tile, its index over batch and heads, its batch, its head.
-
-    Programs with the most work start first: the last queries see the most keys, and the most
-    queries see the first keys.
-    """
-    tiles = tl.cdiv(length, BLOCK)
-    tile = tl.program_id(0) % tiles
-    if LAST_FIRST:
-        tile = tiles - 1 - tile
-    row = (tl.program_id(0) // tiles).to(tl.int64)
-    return tile * BLOCK, row, row // heads, row % heads
-
-
-@triton.jit
-def _key_range(
-    EDGE: tl.constexpr, first, mask, T, S, global_start, global_end,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """The range of keys for the tile of queries at ``first``: whole tiles, or the rest (EDGE).
-
-    With a window: the global keys before it, or the window (EDGE).
-    """
-    end = S
-    whole = S // BLOCK_S * BLOCK_S
-    if CAUSAL:
-        end = tl.minimum(S, first + BLOCK_T + S - T)
-        whole = tl.minimum(S, first + 1 + S - T) // BLOCK_S * BLOCK_S
-    if mask is not None:
-        whole = 0
-    start = 0
-    if WINDOW is not None:
-        whole = tl.maximum(0, first + 1 + S - T - WINDOW) // BLOCK_S * BLOCK_S
-        start = global_start // BLOCK_S * BLOCK_S
-    if EDGE:
-        start = whole
-    elif WINDOW is not None:
-        end = tl.minimum(whole, global_end)
-    else:
-        end = whole
-    return start, end
-
-
-@triton.jit
-def _query_range(
-    EDGE: tl.constexpr, first, mask, T, S, global_start, global_end,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """The range of queries for the tile of keys at ``first``: whole tiles, or the rest (EDGE)."""
-    start = 0
-    whole = 0
-    if CAUSAL:
-        start = tl.maximum(0, first + T - S) // BLOCK_T * BLOCK_T
-        whole = tl.cdiv(tl.maximum(0, first + BLOCK_S - 1 + T - S), BLOCK_T) * BLOCK_T
-    if mask is not None or WINDOW is not None:
-        whole = T
-    end = T
-    if EDGE:
-        end = tl.minimum(T, whole)
-        if WINDOW is not None:
-            has_global = (first < global_end) & (first + BLOCK_S > global_start)
-            near = tl.minimum(T, first + BLOCK_S - 1 + T - S + WINDOW)
-            end = tl.where(has_global, T, near)
-    else:
-        start = whole
-    return start, end
-
-
-@triton.jit
 def sums(
     q, k, v, mask, running, learned, span, numerator, weight_sum, maximum,
     q_strides, k_strides, v_strides, mask_strides, numerator_strides,
@@ -318,42 +131,42 @@ def sums(
     """Numerator, weight sum and, where ``maximum`` is given, row maximum of a tile of queries."""
     SUM: tl.constexpr = weight_sum.dtype.element_ty
     FACTOR: tl.constexpr = tl.float32 if v.dtype.element_ty == tl.float16 else v.dtype.element_ty
-    first, row, batch, head = _own_tile(T, H, True, BLOCK_T)
+    first, row, batch, head = own_tile(T, H, True, BLOCK_T)
     queries = first + tl.arange(0, BLOCK_T)
-    q = _head(q, q_strides, batch, head)
-    k = _head(k, k_strides, batch, head // GROUPS)
-    v = _head(v, v_strides, batch, head // GROUPS)
+    q = at_head(q, q_strides, batch, head)
+    k = at_head(k, k_strides, batch, head // GROUPS)
+    v = at_head(v, v_strides, batch, head // GROUPS)
     if mask is not None:
-        mask = _head(mask, mask_strides, batch, head)
+        mask = at_head(mask, mask_strides, batch, head)
     if running is not None:
         running += row // GROUPS * S * 2
     if learned is not None:
         learned += head * len(COEFFICIENTS)
-    global_start, global_end = _global_keys(span, batch)
-    q_tile = _load_features(q, queries, q_strides, T, SUM, MAP, D, BLOCK_D)
+    global_start, global_end = global_range(span, batch)
+    q_tile = load_features(q, queries, q_strides, T, SUM, MAP, D, BLOCK_D)
 
     out = tl.full((BLOCK_T, BLOCK_E), 0.0, SUM)
     total = tl.full((BLOCK_T,), 0.0, SUM)
     top = tl.full((BLOCK_T,), float("-inf"), SUM)
     for EDGE in tl.static_range(2):
-        start, end = _key_range(
+        start, end = key_range(
             EDGE, first, mask, T, S, global_start, global_end, CAUSAL, WINDOW, BLOCK_T, BLOCK_S
         )
         for key in range(start, end, BLOCK_S):
             keys = key + tl.arange(0, BLOCK_S)
             down, across = queries[:, None], keys[None, :]
-            k_tile = _load_features(k, keys, k_strides, S, SUM, MAP, D, BLOCK_D)
-            v_tile = _load(v, keys, v_strides, S, E, BLOCK_E).to(FACTOR)
+            k_tile = load_features(k, keys, k_strides, S, SUM, MAP, D, BLOCK_D)
+            v_tile = load_rows(v, keys, v_strides, S, E, BLOCK_E).to(FACTOR)
             scores = _product(q_tile, tl.trans(k_tile), SUM, PRECISION) * SCALE
-            fading = _fading(running, down, across, T, S)
-            visible = _visible(
+            fading = fading_between(running, down, across, T, S)
+            visible = visible_pairs(
                 EDGE, mask, mask_strides, down, across, T, S, global_end, CAUSAL, WINDOW, BY_QUERY
             )
             scores = _clamped(scores, CLAMP)
             if maximum is not None:
                 if fading is not None:
                     scores += fading
-                scores = _hide(scores, visible, float("-inf"))
+                scores = hide(scores, visible, float("-inf"))
                 higher = tl.maximum(top, tl.max(scores, 1))
                 shift = tl.where(higher == float("-inf"), 0.0, higher)
                 weights = tl.exp(scores - shift[:, None])
@@ -363,11 +176,11 @@ def sums(
                 top = higher
             else:
                 weights = _weights(scores, fading, None, learned, COEFFICIENTS)
-                weights = _hide(weights, visible)
+                weights = hide(weights, visible)
             total += tl.sum(weights, 1)
             out = _add_product(out, weights, v_tile, PRECISION)
-    numerator = _head(numerator, numerator_strides, batch, head)
-    _store(numerator, queries, numerator_strides, T, out, E, BLOCK_E)
+    numerator = at_head(numerator, numerator_strides, batch, head)
+    store_rows(numerator, queries, numerator_strides, T, out, E, BLOCK_E)
     tl.store(weight_sum + row * T + queries, total, mask=queries < T)
     if maximum is not None:
         top = tl.where(top == float("-inf"), 0.0, top)
@@ -391,21 +204,21 @@ def query_grads(
     """
     SUM: tl.constexpr = grad_sum.dtype.element_ty
     FACTOR: tl.constexpr = tl.float32 if v.dtype.element_ty == tl.float16 else v.dtype.element_ty
-    first, row, batch, head = _own_tile(T, H, True, BLOCK_T)
+    first, row, batch, head = own_tile(T, H, True, BLOCK_T)
     queries = first + tl.arange(0, BLOCK_T)
-    q = _head(q, q_strides, batch, head)
-    k = _head(k, k_strides, batch, head // GROUPS)
-    v = _head(v, v_strides, batch, head // GROUPS)
+    q = at_head(q, q_strides, batch, head)
+    k = at_head(k, k_strides, batch, head // GROUPS)
+    v = at_head(v, v_strides, batch, head // GROUPS)
     if mask is not None:
-        mask = _head(mask, mask_strides, batch, head)
+        mask = at_head(mask, mask_strides, batch, head)
     if running is not None:
         running += row // GROUPS * S * 2
     if learned is not None:
         learned += head * len(COEFFICIENTS)
-    global_start, global_end = _global_keys(span, batch)
-    q_tile = _load_features(q, queries, q_strides, T, SUM, MAP, D, BLOCK_D)
-    grad = _head(grad, grad_strides, batch, head)
-    grad_tile = _load(grad, queries, grad_strides, T, E, BLOCK_E).to(FACTOR)
+    global_start, global_end = global_range(span, batch)
+    q_tile = load_features(q, queries, q_strides, T, SUM, MAP, D, BLOCK_D)
+    grad = at_head(grad, grad_strides, batch, head)
+    grad_tile = load_rows(grad, queries, grad_strides, T, E, BLOCK_E).to(FACTOR)
     grad_sums = tl.load(grad_sum + row * T + queries, mask=queries < T, other=0.0)[:, None]
     shift = None
     if maximum is not None:
@@ -419,37 +232,37 @@ def query_grads(
         terms = tl.arange(0, TERMS)[None, :]
         dlearned_out = tl.full((BLOCK_T, TERMS), 0.0, SUM)
     for EDGE in tl.static_range(2):
-        start, end = _key_range(
+        start, end = key_range(
             EDGE, first, mask, T, S, global_start, global_end, CAUSAL, WINDOW, BLOCK_T, BLOCK_S
         )
         for key in range(start, end, BLOCK_S):
             keys = key + tl.arange(0, BLOCK_S)
             down, across = queries[:, None], keys[None, :]
-            k_tile = _load_features(k, keys, k_strides, S, SUM, MAP, D, BLOCK_D)
-            v_tile = _load(v, keys, v_strides, S, E, BLOCK_E).to(FACTOR)
+            k_tile = load_features(k, keys, k_strides, S, SUM, MAP, D, BLOCK_D)
+            v_tile = load_rows(v, keys, v_strides, S, E, BLOCK_E).to(FACTOR)
             scores = _product(q_tile, tl.trans(k_tile), SUM, PRECISION) * SCALE
-            fading = _fading(running, down, across, T, S)
-            visible = _visible(
+            fading = fading_between(running, down, across, T, S)
+            visible = visible_pairs(
                 EDGE, mask, mask_strides, down, across, T, S, global_end, CAUSAL, WINDOW, BY_QUERY
             )
             x = _clamped(scores, CLAMP)
             weights = _weights(x, fading, shift, learned, COEFFICIENTS)
             slopes = _slopes(scores, weights, fading, learned, COEFFICIENTS, SLOPE, CLAMP)
             dweights = _product(grad_tile, tl.trans(v_tile), SUM, PRECISION) + grad_sums
-            dscores = _hide(slopes * dweights, visible)
+            dscores = hide(slopes * dweights, visible)
             out = _add_product(out, dscores, k_tile.to(FACTOR), PRECISION)
             if drunning is not None:
-                drunning_out += tl.sum(_hide(weights * dweights, visible), 1)
+                drunning_out += tl.sum(hide(weights * dweights, visible), 1)
             if dlearned is not None:
                 term = dweights
                 if fading is not None:
                     term *= tl.exp(fading)
-                term, x = _hide(term, visible), _hide(x, visible)
+                term, x = hide(term, visible), hide(x, visible)
                 for n in tl.static_range(len(COEFFICIENTS)):
                     dlearned_out += tl.where(terms == n, tl.sum(term, 1)[:, None], 0.0)
                     term *= x
-    out = _map_backward(out * SCALE, q, queries, q_strides, T, MAP, D, BLOCK_D)
-    _store(_head(dq, dq_strides, batch, head), queries, dq_strides, T, out, D, BLOCK_D)
+    out = map_backward(out * SCALE, q, queries, q_strides, T, MAP, D, BLOCK_D)
+    store_rows(at_head(dq, dq_strides, batch, head), queries, dq_strides, T, out, D, BLOCK_D)
     if drunning is not None:
         tl.store(drunning + row * T + queries, drunning_out, mask=queries < T)
     if dlearned is not None:
@@ -475,15 +288,15 @@ def key_grads(
     """
     SUM: tl.constexpr = grad_sum.dtype.element_ty
     FACTOR: tl.constexpr = tl.float32 if v.dtype.element_ty == tl.float16 else v.dtype.element_ty
-    first, row, batch, kv_head = _own_tile(S, H // GROUPS, False, BLOCK_S)
+    first, row, batch, kv_head = own_tile(S, H // GROUPS, False, BLOCK_S)
     keys = first + tl.arange(0, BLOCK_S)
-    k = _head(k, k_strides, batch, kv_head)
-    v = _head(v, v_strides, batch, kv_head)
+    k = at_head(k, k_strides, batch, kv_head)
+    v = at_head(v, v_strides, batch, kv_head)
     if running is not None:
         running += row * S * 2
-    global_start, global_end = _global_keys(span, batch)
-    k_tile = _load_features(k, keys, k_strides, S, SUM, MAP, D, BLOCK_D)
-    v_tile = _load(v, keys, v_strides, S, E, BLOCK_E).to(FACTOR)
+    global_start, global_end = global_range(span, batch)
+    k_tile = load_features(k, keys, k_strides, S, SUM, MAP, D, BLOCK_D)
+    v_tile = load_rows(v, keys, v_strides, S, E, BLOCK_E).to(FACTOR)
 
     dk_out = tl.full((BLOCK_S, BLOCK_D), 0.0, SUM)
     dv_out = tl.full((BLOCK_S, BLOCK_E), 0.0, SUM)
@@ -492,44 +305,44 @@ def key_grads(
     for group in range(GROUPS):
         head = kv_head * GROUPS + group
         sums_row = (batch * H + head) * T
-        q_head = _head(q, q_strides, batch, head)
-        grad_head = _head(grad, grad_strides, batch, head)
+        q_head = at_head(q, q_strides, batch, head)
+        grad_head = at_head(grad, grad_strides, batch, head)
         mask_head = mask
         if mask is not None:
-            mask_head = _head(mask, mask_strides, batch, head)
+            mask_head = at_head(mask, mask_strides, batch, head)
         own = learned
         if learned is not None:
             own = learned + head * len(COEFFICIENTS)
         for EDGE in tl.static_range(2):
-            start, end = _query_range(
+            start, end = query_range(
                 EDGE, first, mask, T, S, global_start, global_end, CAUSAL, WINDOW, BLOCK_T, BLOCK_S
             )
             for query in range(start, end, BLOCK_T):
                 queries = query + tl.arange(0, BLOCK_T)
                 down, across = keys[:, None], queries[None, :]
-                q_tile = _load_features(q_head, queries, q_strides, T, SUM, MAP, D, BLOCK_D)
-                grad_tile = _load(grad_head, queries, grad_strides, T, E, BLOCK_E).to(FACTOR)
+                q_tile = load_features(q_head, queries, q_strides, T, SUM, MAP, D, BLOCK_D)
+                grad_tile = load_rows(grad_head, queries, grad_strides, T, E, BLOCK_E).to(FACTOR)
                 inside = queries < T
                 grad_sums = tl.load(grad_sum + sums_row + queries, mask=inside, other=0.0)[None, :]
                 shift = None
                 if maximum is not None:
                     shift = tl.load(maximum + sums_row + queries, mask=inside, other=0.0)[None, :]
                 scores = _product(k_tile, tl.trans(q_tile), SUM, PRECISION) * SCALE
-                fading = _fading(running, across, down, T, S)
-                visible = _visible(
+                fading = fading_between(running, across, down, T, S)
+                visible = visible_pairs(
                     EDGE, mask_head, mask_strides, across, down, T, S, global_end,
                     CAUSAL, WINDOW, BY_QUERY,
                 )  # fmt: skip
                 weights = _weights(_clamped(scores, CLAMP), fading, shift, own, COEFFICIENTS)
                 slopes = _slopes(scores, weights, fading, own, COEFFICIENTS, SLOPE, CLAMP)
                 dweights = _product(v_tile, tl.trans(grad_tile), SUM, PRECISION) + grad_sums
-                dscores = _hide(slopes * dweights, visible)
+                dscores = hide(slopes * dweights, visible)
                 if drunning is not None:
-                    drunning_out += tl.sum(_hide(weights * dweights, visible), 1)
-                dv_out = _add_product(dv_out, _hide(weights, visible), grad_tile, PRECISION)
+                    drunning_out += tl.sum(hide(weights * dweights, visible), 1)
+                dv_out = _add_product(dv_out, hide(weights, visible), grad_tile, PRECISION)
                 dk_out = _add_product(dk_out, dscores, q_tile.to(FACTOR), PRECISION)
-    dk_out = _map_backward(dk_out * SCALE, k, keys, k_strides, S, MAP, D, BLOCK_D)
-    _store(_head(dk, dk_strides, batch, kv_head), keys, dk_strides, S, dk_out, D, BLOCK_D)
-    _store(_head(dv, dv_strides, batch, kv_head), keys, dv_strides, S, dv_out, E, BLOCK_E)
+    dk_out = map_backward(dk_out * SCALE, k, keys, k_strides, S, MAP, D, BLOCK_D)
+    store_rows(at_head(dk, dk_strides, batch, kv_head), keys, dk_strides, S, dk_out, D, BLOCK_D)
+    store_rows(at_head(dv, dv_strides, batch, kv_head), keys, dv_strides, S, dv_out, E, BLOCK_E)
     if drunning is not None:
         tl.store(drunning + row * S + keys, drunning_out, mask=keys < S)
