@@ -50,11 +50,6 @@ class Form(NamedTuple):
     maps: bool = False
 
 
-def _plain(spec: AttentionSpec, device: str) -> bool:
-    added = spec.decay != "none" or spec.window is not None or spec.series == "polynomial"
-    return not added
-
-
 def _has_state(spec: AttentionSpec, device: str) -> bool:
     return spec.has_state
 
@@ -62,12 +57,7 @@ def _has_state(spec: AttentionSpec, device: str) -> bool:
 # form="auto" prefers earlier forms, but chooses chunked where its cost is lower.
 FORMS: dict[str, Form] = {
     "fused": Form(fused.fused, fused.supports, refuses=fused.refuses),
-    "triton": Form(
-        triton.triton,
-        lambda spec, device: triton.supports(spec, device) and _plain(spec, device),
-        refuses=triton.refuses,
-        maps=True,
-    ),
+    "triton": Form(triton.triton, triton.supports, refuses=triton.refuses, maps=True),
     "blocked": Form(blocked),
     "chunked": Form(chunked, _has_state, stateful=True),
     # The plain recurrence, one token at a time: a query reads the state, then its key is added.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import softmax_rnn as sr
-from cases import Case, Shape, assert_close, make_case
+from cases import WIDENED, Case, Shape, assert_close, make_case
 from softmax_rnn.ops.spec import AttentionSpec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -49,6 +49,18 @@ def test_triton(name: str, causal: bool, dtype: torch.dtype) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     for mask in ("none", "padding", "full"):
         check(make_case(sr.variant(name), causal=causal, mask=mask, shape=LONG), dtype, "triton")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    "name", [name for name, spec in WIDENED.items() if spec.decay != "channel"]
+)
+def test_decays_polynomials_and_windows_of_triton(name: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    for mask in ("none", "padding", "full"):
+        for decay in (1e-2, 10.0):
+            case = make_case(WIDENED[name], mask=mask, shape=LONG, decay=decay)
+            check(case, dtype, "triton")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

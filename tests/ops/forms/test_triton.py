@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import softmax_rnn as sr
-from cases import LAYOUTS, Case, Shape, assert_close, make_case
+from cases import LAYOUTS, MASKS, WIDENED, Case, Shape, assert_close, make_case
 from softmax_rnn.ops.forms import triton as form
 from softmax_rnn.ops.forms.dense import dense
 from softmax_rnn.ops.spec import AttentionSpec
@@ -30,9 +30,17 @@ TOLERANCE = {
     torch.float16: 5e-3,
 }
 KERNELS = "softmax_rnn.ops.forms.triton_kernels"
+TILES = "softmax_rnn.ops.forms.triton_tiles"
 SMALL = Shape(batch=1, heads=2, kv_heads=1, queries=37, keys=41)
 SHIFTED, BOUNDED = AttentionSpec(), AttentionSpec(clamp=0.5, denominator="none")
 MAPS = ("elu1", "relu", "cosine")
+COMPUTED = {name: spec for name, spec in WIDENED.items() if spec.decay != "channel"}
+
+
+def forget_the_kernels() -> None:
+    """The next import decides anew whether Triton compiles or interprets them."""
+    for module in (KERNELS, TILES):
+        sys.modules.pop(module, None)
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +74,9 @@ def device() -> Iterator[str]:
             for name, function in list(vars(module).items()):
                 if isinstance(function, triton.runtime.JITFunction):
                     patch.setattr(module, name, triton.jit(function.fn))
-        sys.modules.pop(KERNELS, None)
+        forget_the_kernels()
         yield "cpu"
-    sys.modules.pop(KERNELS, None)
+    forget_the_kernels()
 
 
 def run(case: Case, device: str, dtype: torch.dtype = torch.float64) -> list[dict[str, Tensor]]:
@@ -215,6 +223,92 @@ def test_more_queries_than_keys(device: str) -> None:
     check(make_case(BOUNDED, causal=False, shape=shape), device)
 
 
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", COMPUTED)
+def test_decays_polynomials_and_windows(name: str, mask: str, device: str) -> None:
+    """Keys of more tiles than a window has."""
+    shape = Shape(batch=2, heads=2, kv_heads=1, queries=37, keys=67)
+    check(make_case(COMPUTED[name], mask=mask, shape=shape), device)
+
+
+@pytest.mark.parametrize("decay", [1e-3, 100.0, 1e5])
+@pytest.mark.parametrize("name", ["forgetting", "forgetting_gate", "taylor_token", "window_decay"])
+def test_strong_and_weak_decays(name: str, decay: float, device: str) -> None:
+    case = make_case(COMPUTED[name], shape=SMALL, decay=decay)
+    check(case, device)
+    check(case, device, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "name",
+    ["forgetting", "power_token", "cosine_token", "learned_polynomial_token", "window_decay"],
+)
+def test_types_of_decays_polynomials_and_windows(
+    name: str, dtype: torch.dtype, device: str
+) -> None:
+    check(make_case(COMPUTED[name], mask="padding", shape=SMALL), device, dtype)
+
+
+def test_close_keys_far_from_the_first_one(device: str) -> None:
+    """The running sums are -1e6, the differences between neighbours 1e-3."""
+    many = dataclasses.replace(SMALL, keys=241)
+    case = make_case(AttentionSpec(decay="token"), shape=many, decay=1e-3)
+    case.tensors["log_decay"][:, :, :200] = -5e3
+    check(case, device, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["window", "window_global", "window_decay"])
+def test_tiles_before_a_window_are_not_visited(name: str, device: str) -> None:
+    """Neither by queries nor by keys, but those of global keys are."""
+    spec, tile = COMPUTED[name], 128 if device == "cuda" else 32
+    length = 4 * tile
+    q, k, v = (torch.randn(1, 1, length, 16, device=device) for _ in range(3))
+    decays = {"log_decay": -torch.rand(1, 1, length, device=device)} if spec.decay != "none" else {}
+    q.requires_grad_()
+    values, upstream = v.clone(), torch.ones_like(v)
+    values[:, :, tile : 2 * tile] = torch.nan
+    out = sr.attention(q, k, values, spec, form="triton", **decays)
+    (dq,) = torch.autograd.grad(out, q, upstream)
+    for x in (out, dq):
+        assert x[:, :, 3 * tile :].isfinite().all()
+        assert x[:, :, tile : 2 * tile].isnan().all()
+    upstream[:, :, 3 * tile :] = torch.nan
+    out = sr.attention(q, k, v.requires_grad_(), spec, form="triton", **decays)
+    (dv,) = torch.autograd.grad(out, v, upstream)
+    assert dv[:, :, tile : 2 * tile].isfinite().all()
+    assert dv[:, :, 3 * tile :].isnan().all()
+
+
+@pytest.mark.parametrize("global_keys", [1, 40, 1000])
+@pytest.mark.parametrize("window", [1, 33, 78, 79, 10**12])
+def test_windows(window: int, global_keys: int, device: str) -> None:
+    """A tile or less, all but one key, all, more; after keys that no query sees."""
+    spec = AttentionSpec(window=window, global_keys=global_keys, series="taylor", order=2)
+    shape = Shape(batch=2, heads=1, kv_heads=1, queries=70, keys=79)
+    case = make_case(spec, mask="padding", shape=shape)
+    case.mask[-1, ..., :35] = False
+    check(case, device)
+
+
+def test_learned_polynomials_of_order_0_and_high_order(device: str) -> None:
+    for order in (0, 1, 7, 8):
+        spec = AttentionSpec(series="polynomial", order=order, clamp=0.7, denominator="length")
+        check(make_case(spec, shape=SMALL), device)
+
+
+def test_gradients_that_no_one_asks_for(device: str) -> None:
+    """Decays and coefficients that are constants."""
+    case = make_case(COMPUTED["learned_polynomial_token"], shape=SMALL)
+    there = {name: x.to(device) for name, x in case.tensors.items()}
+    there["q"].requires_grad_()
+    grads = [
+        torch.autograd.grad(sr.attention(spec=case.spec, form=way, **there).sum(), there["q"])[0]
+        for way in ("triton", "dense")
+    ]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("sums", ["numerator", "weight_sum"])
 @pytest.mark.parametrize("spec", [SHIFTED, BOUNDED], ids=["shifted", "bounded"])
 def test_gradients_of_one_sum_alone(spec: AttentionSpec, sums: str, device: str) -> None:
@@ -312,6 +406,8 @@ def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         on_gpu = sr.forms(name, "cuda")
         assert on_gpu.index("triton") < on_gpu.index("blocked")
     assert sr.forms("gate", "cuda")[0] == "triton"
+    for name, spec in WIDENED.items():
+        assert ("triton" in sr.forms(spec, "cuda")) == (name in COMPUTED)
     assert sr.forms("softmax_plus_one", "cuda")[:2] == ("fused", "triton")
 
 
@@ -320,7 +416,7 @@ def test_auto_leaves_the_interpreter_to_tests(monkeypatch: pytest.MonkeyPatch) -
     assert sr.forms("clamped")[0] == "triton"
     q = torch.randn(1, 1, 3, 4, dtype=torch.float64)
     expected = sr.attention(q, q, q, "clamped", form="blocked")
-    sys.modules.pop(KERNELS, None)
+    forget_the_kernels()
     assert torch.equal(sr.attention(q, q, q, "clamped"), expected)
     assert KERNELS not in sys.modules
 
@@ -385,12 +481,20 @@ for capability, shared in ((80, 163), (90, 227)):
         (torch.bfloat16, 64, False, AttentionSpec(clamp=5.0, denominator="none")),
         (torch.bfloat16, 200, True, AttentionSpec(series="taylor", order=4, feature_map="elu1")),
         (torch.float16, 128, False, AttentionSpec(feature_map="cosine")),
+        (torch.bfloat16, 64, False, AttentionSpec(decay="token", window=20, global_keys=2)),
+        (torch.float32, 256, True, AttentionSpec(series="polynomial", order=5, decay="head")),
+        (torch.float64, 40, False, AttentionSpec(series="polynomial", order=2, window=30)),
     ):
         q, k, v = (torch.zeros(1, h, 50, width, dtype=dtype, requires_grad=True) for h in (2, 1, 1))
         mask = torch.ones(1, 1, 1, 50, dtype=torch.bool) if masked else None
-        rows = form.triton(q, k, v, spec, causal=True, mask=mask)
+        terms = {}
+        if spec.decay != "none":
+            terms["log_decay"] = torch.zeros(1, 1, 50, dtype=torch.float64, requires_grad=True)
+        if spec.learned_coefficients:
+            terms["coefficients"] = torch.ones(2, spec.order + 1, requires_grad=True)
+        rows = form.triton(q, k, v, spec, causal=True, mask=mask, **terms)
         (rows.numerator.sum() + rows.weight_sum.sum()).backward()
         assert max(sizes) <= shared * 1024
 print(len(sizes))
 """
-    assert python(code, tmp_path) == "18\n"
+    assert python(code, tmp_path) == "36\n"

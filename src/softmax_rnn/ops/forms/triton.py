@@ -1,8 +1,10 @@
 """The triton form: the blocked form as Triton kernels, for any series on a GPU.
 
-It computes the sums of equations 1 to 6 (``reference.attention``). Memory is linear in the length:
-in both passes scores and features stay on the chip. Only q, k, v are saved, and the row maxima if
-exp might overflow. The kernels are imported at the first call.
+It computes the sums of ``reference.attention``, and so equations 1 to 6. Memory is linear in the
+length: in both passes scores and features stay on the chip. Only q, k, v are saved, the running
+sums of the log decays, and the row maxima if exp might overflow. With a window the time is linear,
+too. A decay does not skip tiles: only its values tell which pairs it fades to zero. The kernels are
+imported at the first call.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
@@ -21,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from softmax_rnn.ops.compiler import uncompiled
 from softmax_rnn.ops.forms.first_order import first_order
-from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype
+from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, first_visible
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec
 
@@ -43,8 +46,13 @@ _INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def supports(spec: AttentionSpec, device: str) -> bool:
-    """Every series on a GPU with Triton; on a CPU only in Triton's interpreter, for tests."""
+    """Every series on a GPU with Triton; on a CPU only in Triton's interpreter, for tests.
+
+    Not a decay per channel: its factors are part of the scores' products.
+    """
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    if spec.decay == "channel" or spec.outside != "hidden":
         return False
     return device in ("cpu", "cuda") and _INSTALLED and (spec.order or 0) <= MAX_ORDER
 
@@ -64,7 +72,15 @@ def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> s
 
 @uncompiled  # the autotuner times launches, which torch.compile cannot trace
 def triton(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, causal: bool, mask: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    causal: bool,
+    mask: Tensor | None,
+    log_decay: Tensor | None = None,
+    coefficients: Tensor | None = None,
 ) -> RowSums:
     """As :func:`softmax_rnn.ops.forms.dense.dense`, of q and k before the feature map.
 
@@ -72,25 +88,41 @@ def triton(
     chooses in each process. float16 and bfloat16 inputs accumulate in float32. float32 products use
     TF32 only if PyTorch's own may (``torch.backends.cuda.matmul.fp32_precision``).
     """
-    return RowSums(*_TritonSums.apply(*first_order(q, k, v), mask, spec, causal))
+    inputs = first_order(q, k, v, log_decay, coefficients)
+    return RowSums(*_TritonSums.apply(*inputs, mask, spec, causal))
 
 
 class _TritonSums(torch.autograd.Function):
-    """(q, k, v) -> (numerator, weight sum, row maximum or None); the maximum has no gradient."""
+    """(q, k, v, log_decay, coefficients) -> (numerator, weight sum, row maximum or None).
+
+    The maximum has no gradient.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        coefficients: Tensor | None,
+        mask: Tensor | None,
+        *options: Any,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if mask is not None:
-            mask = mask.expand(*q.shape[:3], k.shape[2]).view(torch.uint8)
+        spec: AttentionSpec = options[0]
         weight_sum = q.new_empty(q.shape[:3], dtype=compute_dtype(q.dtype))
         numerator = weight_sum.new_empty(*q.shape[:3], v.shape[3])
-        maximum = torch.empty_like(weight_sum) if options[0].shifted else None
-        strided = (q, k, v, mask, numerator)
-        _launch("sums", (*strided, weight_sum, maximum), strided, *options)
-        ctx.save_for_backward(q, k, v, mask, maximum)
+        maximum = torch.empty_like(weight_sum) if spec.shifted else None
+        running = None if log_decay is None else _running_sums(log_decay, weight_sum.dtype)
+        learned = None if coefficients is None else coefficients.to(weight_sum.dtype).contiguous()
+        span = _global_span(spec, q, k, mask)
+        if mask is not None:
+            mask = mask.expand(*q.shape[:3], k.shape[2]).view(torch.uint8)
+        inputs = (q, k, v, mask, running, learned, span)
+        _launch("sums", inputs, (numerator, weight_sum, maximum), (numerator,), *options)
+        ctx.save_for_backward(*inputs, maximum)
         ctx.options = options
+        ctx.coefficients_dtype = None if coefficients is None else coefficients.dtype
         if maximum is not None:
             ctx.mark_non_differentiable(maximum)
         return numerator, weight_sum, maximum
@@ -98,30 +130,84 @@ class _TritonSums(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_sum: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        q, k, v, mask, maximum = ctx.saved_tensors
+        *inputs, maximum = ctx.saved_tensors
+        q, k, v, _mask, _running, learned, _span = inputs
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        tensors = (q, k, v, mask, maximum, grad, grad_sum.contiguous())
-        strided = (q, k, v, mask, grad)
-        _launch("query_grads", (*tensors, dq), (*strided, dq), *ctx.options)
-        _launch("key_grads", (*tensors, dk, dv), (*strided, dk, dv), *ctx.options)
-        return dq, dk, dv, None, None, None
+        by_query = by_key = dlearned = None
+        if ctx.needs_input_grad[3]:
+            by_query, by_key = (grad_sum.new_empty(x.shape[:3]) for x in (q, k))
+        if ctx.needs_input_grad[4]:
+            dlearned = grad_sum.new_empty(*q.shape[:3], learned.shape[1])
+        given = (maximum, grad, grad_sum.contiguous())
+        outputs = (*given, dq, by_query, dlearned)
+        _launch("query_grads", inputs, outputs, (grad, dq), *ctx.options)
+        _launch("key_grads", inputs, (*given, dk, dv, by_key), (grad, dk, dv), *ctx.options)
+        log_decay = coefficients = None
+        if by_query is not None and by_key is not None:
+            log_decay = _log_decay_grad(by_query, by_key)
+        if dlearned is not None:
+            coefficients = dlearned.sum((0, 2)).to(ctx.coefficients_dtype)
+        return dq, dk, dv, log_decay, coefficients, None, None, None
+
+
+def _running_sums(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
+    """``G`` as the kernels read it, [B, Hkv, S, 2]: rounded to ``dtype``, and what that lost."""
+    total = log_decay.cumsum(2)
+    rounded = total.to(dtype)
+    return torch.stack([rounded, (total - rounded).to(dtype)], -1)
+
+
+def _log_decay_grad(by_query: Tensor, by_key: Tensor) -> Tensor:
+    """The gradient of the log decays, [B, Hkv, S] in float64.
+
+    From the sums of ``w * dw`` over the pairs of each query [B, H, T] and of each key [B, Hkv, S].
+    Both contain the pairs that a log decay does not fade, which cancel only if both are computed
+    from the same weights. So the kernels sum them, instead of products of rounded sums.
+    """
+    running = by_key.double().neg()
+    queries, kv_heads = by_query.shape[2], by_key.shape[1]
+    by_group = by_query.double().unflatten(1, (kv_heads, -1)).sum(2)
+    running[:, :, running.shape[2] - queries :] += by_group
+    return running.flip(2).cumsum(2).flip(2)
+
+
+def _global_span(spec: AttentionSpec, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The range of keys that every query sees besides the window; int32 [B, 2].
+
+    Other keys of the range are hidden by the mask.
+    """
+    if spec.hiding_window is None or not spec.global_keys:
+        return None
+    shown = first_visible(mask, k.shape[2], spec.global_keys, k.device).int()
+    end = (shown * torch.arange(1, k.shape[2] + 1, device=k.device)).amax(-1)
+    return torch.stack([shown.argmax(-1), end], -1).int().expand(len(q), 2).contiguous()
 
 
 def _launch(
     name: str,
-    tensors: tuple[Any, ...],
-    strided: tuple[Tensor | None, ...],
+    inputs: Sequence[Any],
+    others: tuple[Tensor | None, ...],
+    strided: tuple[Tensor, ...],
     spec: AttentionSpec,
     causal: bool,
 ) -> None:
-    """Run a kernel with one program per tile and head; q, k, v, mask come first in ``tensors``."""
-    q, _, v, mask = tensors[:4]
+    """Run a kernel with one program per tile and head.
+
+    ``inputs`` are q, k, v, mask, running sums, learned coefficients and global span; ``strided``
+    are those of the ``others`` that may have any strides.
+    """
+    q, _, v, mask = inputs[:4]
     batch, heads, queries, width = q.shape
     kv_heads, keys, value_width = v.shape[1:]
     block_d, block_e = (max(16, 1 << (size - 1).bit_length()) for size in (width, value_width))
     precision, factor_bytes = _products(v.dtype)
     series = PowerSeries.from_spec(spec)
-    strides = (None if x is None else x.stride() for x in strided)
+    if spec.learned_coefficients:
+        series = PowerSeries((1.0,) * (1 + (spec.order or 0)))  # factors of the learned ones
+    window = spec.hiding_window
+    if window is not None and window >= keys:  # it hides nothing
+        window = None
+    strides = (None if x is None else x.stride() for x in (*inputs[:4], *strided))
     rows, count = (keys, kv_heads) if name == "key_grads" else (queries, heads)
     block = "BLOCK_S" if name == "key_grads" else "BLOCK_T"
 
@@ -131,7 +217,8 @@ def _launch(
     kernel, tiles = _kernel(name, max(block_d, block_e) * factor_bytes)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         kernel[grid](
-            *tensors,
+            *inputs,
+            *others,
             *strides,
             heads,
             heads // kv_heads,
@@ -147,6 +234,7 @@ def _launch(
             SLOPE=series.derivative().coefficients,
             MAP=spec.feature_map,
             CAUSAL=causal,
+            WINDOW=window,
             BY_QUERY=mask is not None and mask.stride(2) != 0,
             PRECISION=precision,
             LONG=queries >= _LONG,
@@ -179,5 +267,5 @@ def _autotuned(kernels: ModuleType, name: str, row_bytes: int) -> Any:
         kernels.triton.Config({resident: a, other: b}, num_warps=warps, num_stages=stages)
         for a, b, warps, stages in _TILES[row_bytes]
     ]
-    key = ["BLOCK_D", "BLOCK_E", "MAP", "CAUSAL", "PRECISION", "LONG"]
+    key = ["BLOCK_D", "BLOCK_E", "MAP", "CAUSAL", "WINDOW", "PRECISION", "LONG"]
     return kernels.triton.autotune(configs, key)(getattr(kernels, name))

@@ -3,14 +3,16 @@
 One program holds one tile and loops over other tiles. For the sums and the gradient of q, a tile of
 queries loops over its visible keys. For the gradients of k and v, a tile of keys loops over the
 queries that see them, and sums over the query heads of the group. Each output is written by one
-program, so results do not depend on the order of programs. Tiles of future keys only are skipped.
-Tiles in which every query sees every key need no check of positions.
+program, so results do not depend on the order of programs. Tiles without a visible pair are
+skipped: future keys, and those before a window. Without a window, tiles in which every query sees
+every key need no check of positions.
 
 Queries and keys are mapped by ``phi`` (MAP) when they are loaded. Gradients of features are mapped
 back before they are stored, so features stay on the chip. A score ``s = SCALE * phi(q) . phi(k)``
 has the weight ``w(min(s, CLAMP))``: the power series of COEFFICIENTS, unrolled by Horner's rule, or
-exp if COEFFICIENTS is None. If this exp might overflow, the row ``maximum`` is subtracted from its
-exponent; other weights need no maximum.
+exp if COEFFICIENTS is None. With ``learned`` numbers [H, N + 1], COEFFICIENTS are their factors. If
+exp might overflow, the row ``maximum`` is subtracted from its exponent; other weights need no
+maximum. A decay multiplies a weight by ``exp(G_t - G_s)``; of exp it is part of the exponent.
 
 Scores, sums and ``phi`` are computed in float32 (float64 for float64 inputs). Features are rounded
 to the dtype of the inputs. Factors of products with weights or gradients have this dtype too, but
@@ -18,7 +20,9 @@ float32 instead of float16: sums that are not normalised exceed the range of flo
 
 Pointers refer to queries [B, H, T, D], keys [B, Hkv, S, D], values and the numerator's gradient,
 and a mask [B, H, T, S] of bytes. Each has four strides (0 where a mask is broadcast). The sums and
-maxima are contiguous [B, H, T]. BY_QUERY is whether the mask differs between queries. LONG is
+maxima are contiguous [B, H, T], the ``running`` sums ``G`` of log decays [B, Hkv, S, 2]: a sum and
+what its rounding lost. The ``span`` [B, 2] goes from the first key that every query sees besides
+the WINDOW to the end of the last one. BY_QUERY is whether the mask differs between queries. LONG is
 whether the autotuner treats the sequence as long. EDGE selects the tiles that need a check of
 positions or mask.
 """
@@ -28,84 +32,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from softmax_rnn.ops.forms.triton_tiles import (
+    at_head,
+    fading_between,
+    global_range,
+    hide,
+    key_range,
+    load_features,
+    load_rows,
+    map_backward,
+    own_tile,
+    query_range,
+    store_rows,
+    visible_pairs,
+)
+
 INTERPRETED = triton.knobs.runtime.interpret
-_MIN_LENGTH = tl.constexpr(1e-12)  # as in torch.nn.functional.normalize
-
-
-@triton.jit
-def _head(base, strides, batch, head):
-    return base + batch * strides[0] + head * strides[1]
-
-
-@triton.jit
-def _offsets(rows, strides, BLOCK: tl.constexpr):
-    return rows[:, None].to(tl.int64) * strides[2] + tl.arange(0, BLOCK)[None, :] * strides[3]
-
-
-@triton.jit
-def _load(
-    base, rows, strides, length, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FILL: tl.constexpr = 0.0
-):
-    """Rows of a [length, WIDTH] matrix as [rows, BLOCK]; FILL outside it."""
-    inside = rows[:, None] < length
-    if WIDTH != BLOCK:
-        inside = inside & (tl.arange(0, BLOCK)[None, :] < WIDTH)
-    return tl.load(base + _offsets(rows, strides, BLOCK), mask=inside, other=FILL)
-
-
-@triton.jit
-def _store(base, rows, strides, length, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The inverse of ``_load``, in the type of the matrix."""
-    inside = (rows[:, None] < length) & (tl.arange(0, BLOCK)[None, :] < WIDTH)
-    pointers = base + _offsets(rows, strides, BLOCK)
-    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _length(x):
-    """The divisors of the cosine map [rows, 1], at least a minimum; and which are raised to it."""
-    length = tl.sqrt(tl.sum(x * x, 1))[:, None]
-    short = length < _MIN_LENGTH
-    return tl.where(short, _MIN_LENGTH, length), short
-
-
-@triton.jit
-def _load_features(
-    base, rows, strides, length, SUM: tl.constexpr, MAP: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """As ``_load``, mapped by ``phi``; zeros outside the matrix."""
-    FILL: tl.constexpr = float("-inf") if MAP == "elu1" else 0.0  # phi maps it to zero
-    tile = _load(base, rows, strides, length, WIDTH, BLOCK, FILL)
-    if MAP != "identity":
-        x = tile.to(SUM)
-        if MAP == "elu1":
-            x = tl.where(x > 0, x + 1, tl.exp(x))
-        elif MAP == "relu":
-            x = tl.where(x < 0, 0.0, x)
-        elif MAP == "cosine":
-            size, _ = _length(x)
-            x = x * (1 / size)  # one division per row
-        tile = x.to(tile.dtype)
-    return tile
-
-
-@triton.jit
-def _map_backward(
-    grad, base, rows, strides, length, MAP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The gradient of rows, from the gradient of their features; loads the rows again."""
-    if MAP != "identity":
-        x = _load(base, rows, strides, length, WIDTH, BLOCK).to(grad.dtype)
-        if MAP == "elu1":
-            grad = tl.where(x > 0, grad, grad * tl.exp(x))
-        elif MAP == "relu":
-            grad = tl.where(x <= 0, 0.0, grad)
-        elif MAP == "cosine":
-            size, constant = _length(x)
-            unit = tl.where(constant, 0.0, x / size)
-            grad = (grad - unit * tl.sum(unit * grad, 1)[:, None]) / size
-    return grad
 
 
 @triton.jit
@@ -119,33 +61,21 @@ def _add_product(total, a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _visible(mask, strides, queries, keys, T, S, CAUSAL: tl.constexpr, BY_QUERY: tl.constexpr):
-    """Which pairs count; ``queries`` and ``keys`` are positions that broadcast to the tile."""
-    visible = (queries < T) & (keys < S)
-    if CAUSAL:
-        visible = visible & (keys <= queries + (S - T))
-    if mask is not None:
-        offsets = keys.to(tl.int64) * strides[3]
-        if BY_QUERY:
-            offsets = offsets + queries.to(tl.int64) * strides[2]
-            shown = tl.load(mask + offsets, mask=visible, other=0)
-        else:  # read once per tile, not per row
-            shown = tl.load(mask + offsets, mask=keys < S, other=0)
-        visible = visible & (shown != 0)
-    return visible
+def _plus_coefficient(x, n: tl.constexpr, learned, COEFFICIENTS: tl.constexpr):
+    if COEFFICIENTS[n] != 0:
+        if learned is None:
+            x += COEFFICIENTS[n]
+        else:
+            x += COEFFICIENTS[n] * tl.load(learned + n)
+    return x
 
 
 @triton.jit
-def _series(x, COEFFICIENTS: tl.constexpr):
-    if COEFFICIENTS is None:
-        result = tl.exp(x)
-    else:
-        ORDER: tl.constexpr = len(COEFFICIENTS) - 1
-        result = tl.full(x.shape, COEFFICIENTS[ORDER], x.dtype)
-        for n in tl.static_range(ORDER):
-            result *= x
-            if COEFFICIENTS[ORDER - 1 - n] != 0:
-                result += COEFFICIENTS[ORDER - 1 - n]
+def _series(x, learned, COEFFICIENTS: tl.constexpr):
+    ORDER: tl.constexpr = len(COEFFICIENTS) - 1
+    result = _plus_coefficient(tl.full(x.shape, 0.0, x.dtype), ORDER, learned, COEFFICIENTS)
+    for n in tl.static_range(ORDER):
+        result = _plus_coefficient(result * x, ORDER - 1 - n, learned, COEFFICIENTS)
     return result
 
 
@@ -157,134 +87,100 @@ def _clamped(scores, CLAMP: tl.constexpr):
 
 
 @triton.jit
-def _weights_and_slopes(
-    scores, shift, COEFFICIENTS: tl.constexpr, SLOPE: tl.constexpr, CLAMP: tl.constexpr
-):
-    """The weights of unclamped scores, and the derivatives of the weights."""
-    x = _clamped(scores, CLAMP)
-    if shift is not None:
-        x = x - shift
-    weights = _series(x, COEFFICIENTS)
+def _weights(x, fading, shift, learned, COEFFICIENTS: tl.constexpr):
+    """The weights of clamped scores."""
+    if COEFFICIENTS is None:
+        if fading is not None:
+            x = x + fading
+        if shift is not None:
+            x = x - shift
+        weights = tl.exp(x)
+    else:
+        weights = _series(x, learned, COEFFICIENTS)
+        if fading is not None:
+            weights *= tl.exp(fading)
+    return weights
+
+
+@triton.jit
+def _slopes(
+    scores, weights, fading, learned, COEFFICIENTS: tl.constexpr, SLOPE: tl.constexpr,
+    CLAMP: tl.constexpr,
+):  # fmt: skip
+    """The derivatives of ``weights`` by the scores, before the clamp."""
     slopes = weights
     if COEFFICIENTS is not None:
-        slopes = _series(x, SLOPE)
+        if learned is not None:
+            learned += 1
+        slopes = _weights(_clamped(scores, CLAMP), fading, None, learned, SLOPE)
     if CLAMP is not None:
         slopes = tl.where(scores > CLAMP, 0.0, slopes)
-    return weights, slopes
-
-
-@triton.jit
-def _own_tile(length, heads, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):
-    """The first row of a program's tile, its index over batch and heads, its batch, its head.
-
-    Programs with the most work start first: the last queries see the most keys, and the most
-    queries see the first keys.
-    """
-    tiles = tl.cdiv(length, BLOCK)
-    tile = tl.program_id(0) % tiles
-    if LAST_FIRST:
-        tile = tiles - 1 - tile
-    row = (tl.program_id(0) // tiles).to(tl.int64)
-    return tile * BLOCK, row, row // heads, row % heads
-
-
-@triton.jit
-def _key_range(
-    EDGE: tl.constexpr, first, mask, T, S,
-    CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """The range of keys for the tile of queries at ``first``: whole tiles, or the rest (EDGE)."""
-    end = S
-    whole = S // BLOCK_S * BLOCK_S
-    if CAUSAL:
-        end = tl.minimum(S, first + BLOCK_T + S - T)
-        whole = tl.minimum(S, first + 1 + S - T) // BLOCK_S * BLOCK_S
-    if mask is not None:
-        whole = 0
-    start = 0
-    if EDGE:
-        start = whole
-    else:
-        end = whole
-    return start, end
-
-
-@triton.jit
-def _query_range(
-    EDGE: tl.constexpr, first, mask, T, S,
-    CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """The range of queries for the tile of keys at ``first``: whole tiles, or the rest (EDGE)."""
-    start = 0
-    whole = 0
-    if CAUSAL:
-        start = tl.maximum(0, first + T - S) // BLOCK_T * BLOCK_T
-        whole = tl.cdiv(tl.maximum(0, first + BLOCK_S - 1 + T - S), BLOCK_T) * BLOCK_T
-    if mask is not None:
-        whole = T
-    end = T
-    if EDGE:
-        end = tl.minimum(T, whole)
-    else:
-        start = whole
-    return start, end
+    return slopes
 
 
 @triton.jit
 def sums(
-    q, k, v, mask, numerator, weight_sum, maximum,
+    q, k, v, mask, running, learned, span, numerator, weight_sum, maximum,
     q_strides, k_strides, v_strides, mask_strides, numerator_strides,
     H, GROUPS, T, S,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     SCALE: tl.constexpr, CLAMP: tl.constexpr, COEFFICIENTS: tl.constexpr, SLOPE: tl.constexpr,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_QUERY: tl.constexpr, PRECISION: tl.constexpr,
-    LONG: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    MAP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_QUERY: tl.constexpr,
+    PRECISION: tl.constexpr, LONG: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Numerator, weight sum and, where ``maximum`` is given, row maximum of a tile of queries."""
     SUM: tl.constexpr = weight_sum.dtype.element_ty
     FACTOR: tl.constexpr = tl.float32 if v.dtype.element_ty == tl.float16 else v.dtype.element_ty
-    first, row, batch, head = _own_tile(T, H, True, BLOCK_T)
+    first, row, batch, head = own_tile(T, H, True, BLOCK_T)
     queries = first + tl.arange(0, BLOCK_T)
-    q = _head(q, q_strides, batch, head)
-    k = _head(k, k_strides, batch, head // GROUPS)
-    v = _head(v, v_strides, batch, head // GROUPS)
+    q = at_head(q, q_strides, batch, head)
+    k = at_head(k, k_strides, batch, head // GROUPS)
+    v = at_head(v, v_strides, batch, head // GROUPS)
     if mask is not None:
-        mask = _head(mask, mask_strides, batch, head)
-    q_tile = _load_features(q, queries, q_strides, T, SUM, MAP, D, BLOCK_D)
+        mask = at_head(mask, mask_strides, batch, head)
+    if running is not None:
+        running += row // GROUPS * S * 2
+    if learned is not None:
+        learned += head * len(COEFFICIENTS)
+    global_start, global_end = global_range(span, batch)
+    q_tile = load_features(q, queries, q_strides, T, SUM, MAP, D, BLOCK_D)
 
     out = tl.full((BLOCK_T, BLOCK_E), 0.0, SUM)
     total = tl.full((BLOCK_T,), 0.0, SUM)
     top = tl.full((BLOCK_T,), float("-inf"), SUM)
     for EDGE in tl.static_range(2):
-        start, end = _key_range(EDGE, first, mask, T, S, CAUSAL, BLOCK_T, BLOCK_S)
+        start, end = key_range(
+            EDGE, first, mask, T, S, global_start, global_end, CAUSAL, WINDOW, BLOCK_T, BLOCK_S
+        )
         for key in range(start, end, BLOCK_S):
             keys = key + tl.arange(0, BLOCK_S)
-            k_tile = _load_features(k, keys, k_strides, S, SUM, MAP, D, BLOCK_D)
-            v_tile = _load(v, keys, v_strides, S, E, BLOCK_E).to(FACTOR)
+            down, across = queries[:, None], keys[None, :]
+            k_tile = load_features(k, keys, k_strides, S, SUM, MAP, D, BLOCK_D)
+            v_tile = load_rows(v, keys, v_strides, S, E, BLOCK_E).to(FACTOR)
             scores = _product(q_tile, tl.trans(k_tile), SUM, PRECISION) * SCALE
+            fading = fading_between(running, down, across, T, S)
+            visible = visible_pairs(
+                EDGE, mask, mask_strides, down, across, T, S, global_end, CAUSAL, WINDOW, BY_QUERY
+            )
             scores = _clamped(scores, CLAMP)
-            if EDGE:
-                visible = _visible(
-                    mask, mask_strides, queries[:, None], keys[None, :], T, S, CAUSAL, BY_QUERY
-                )
             if maximum is not None:
-                if EDGE:
-                    scores = tl.where(visible, scores, float("-inf"))
+                if fading is not None:
+                    scores += fading
+                scores = hide(scores, visible, float("-inf"))
                 higher = tl.maximum(top, tl.max(scores, 1))
                 shift = tl.where(higher == float("-inf"), 0.0, higher)
                 weights = tl.exp(scores - shift[:, None])
-                decay = tl.exp(top - shift)
-                total *= decay
-                out *= decay[:, None]
+                correction = tl.exp(top - shift)
+                total *= correction
+                out *= correction[:, None]
                 top = higher
             else:
-                weights = _series(scores, COEFFICIENTS)
-                if EDGE:
-                    weights = tl.where(visible, weights, 0.0)
+                weights = _weights(scores, fading, None, learned, COEFFICIENTS)
+                weights = hide(weights, visible)
             total += tl.sum(weights, 1)
             out = _add_product(out, weights, v_tile, PRECISION)
-    numerator = _head(numerator, numerator_strides, batch, head)
-    _store(numerator, queries, numerator_strides, T, out, E, BLOCK_E)
+    numerator = at_head(numerator, numerator_strides, batch, head)
+    store_rows(numerator, queries, numerator_strides, T, out, E, BLOCK_E)
     tl.store(weight_sum + row * T + queries, total, mask=queries < T)
     if maximum is not None:
         top = tl.where(top == float("-inf"), 0.0, top)
@@ -293,107 +189,160 @@ def sums(
 
 @triton.jit
 def query_grads(
-    q, k, v, mask, maximum, grad, grad_sum, dq,
+    q, k, v, mask, running, learned, span, maximum, grad, grad_sum, dq, drunning, dlearned,
     q_strides, k_strides, v_strides, mask_strides, grad_strides, dq_strides,
     H, GROUPS, T, S,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     SCALE: tl.constexpr, CLAMP: tl.constexpr, COEFFICIENTS: tl.constexpr, SLOPE: tl.constexpr,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_QUERY: tl.constexpr, PRECISION: tl.constexpr,
-    LONG: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    MAP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_QUERY: tl.constexpr,
+    PRECISION: tl.constexpr, LONG: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile of queries."""
+    """The gradient of a tile of queries.
+
+    If given, also the queries' part of the gradient of their running sums, ``drunning`` [B, H, T],
+    and each query's part of the gradient of the learned numbers, ``dlearned`` [B, H, T, N + 1].
+    """
     SUM: tl.constexpr = grad_sum.dtype.element_ty
     FACTOR: tl.constexpr = tl.float32 if v.dtype.element_ty == tl.float16 else v.dtype.element_ty
-    first, row, batch, head = _own_tile(T, H, True, BLOCK_T)
+    first, row, batch, head = own_tile(T, H, True, BLOCK_T)
     queries = first + tl.arange(0, BLOCK_T)
-    q = _head(q, q_strides, batch, head)
-    k = _head(k, k_strides, batch, head // GROUPS)
-    v = _head(v, v_strides, batch, head // GROUPS)
+    q = at_head(q, q_strides, batch, head)
+    k = at_head(k, k_strides, batch, head // GROUPS)
+    v = at_head(v, v_strides, batch, head // GROUPS)
     if mask is not None:
-        mask = _head(mask, mask_strides, batch, head)
-    grad = _head(grad, grad_strides, batch, head)
-    q_tile = _load_features(q, queries, q_strides, T, SUM, MAP, D, BLOCK_D)
-    grad_tile = _load(grad, queries, grad_strides, T, E, BLOCK_E).to(FACTOR)
+        mask = at_head(mask, mask_strides, batch, head)
+    if running is not None:
+        running += row // GROUPS * S * 2
+    if learned is not None:
+        learned += head * len(COEFFICIENTS)
+    global_start, global_end = global_range(span, batch)
+    q_tile = load_features(q, queries, q_strides, T, SUM, MAP, D, BLOCK_D)
+    grad = at_head(grad, grad_strides, batch, head)
+    grad_tile = load_rows(grad, queries, grad_strides, T, E, BLOCK_E).to(FACTOR)
     grad_sums = tl.load(grad_sum + row * T + queries, mask=queries < T, other=0.0)[:, None]
     shift = None
     if maximum is not None:
         shift = tl.load(maximum + row * T + queries, mask=queries < T, other=0.0)[:, None]
 
     out = tl.full((BLOCK_T, BLOCK_D), 0.0, SUM)
+    if drunning is not None:
+        drunning_out = tl.full((BLOCK_T,), 0.0, SUM)
+    if dlearned is not None:
+        TERMS: tl.constexpr = triton.next_power_of_2(len(COEFFICIENTS))
+        terms = tl.arange(0, TERMS)[None, :]
+        dlearned_out = tl.full((BLOCK_T, TERMS), 0.0, SUM)
     for EDGE in tl.static_range(2):
-        start, end = _key_range(EDGE, first, mask, T, S, CAUSAL, BLOCK_T, BLOCK_S)
+        start, end = key_range(
+            EDGE, first, mask, T, S, global_start, global_end, CAUSAL, WINDOW, BLOCK_T, BLOCK_S
+        )
         for key in range(start, end, BLOCK_S):
             keys = key + tl.arange(0, BLOCK_S)
-            k_tile = _load_features(k, keys, k_strides, S, SUM, MAP, D, BLOCK_D)
-            v_tile = _load(v, keys, v_strides, S, E, BLOCK_E).to(FACTOR)
+            down, across = queries[:, None], keys[None, :]
+            k_tile = load_features(k, keys, k_strides, S, SUM, MAP, D, BLOCK_D)
+            v_tile = load_rows(v, keys, v_strides, S, E, BLOCK_E).to(FACTOR)
             scores = _product(q_tile, tl.trans(k_tile), SUM, PRECISION) * SCALE
+            fading = fading_between(running, down, across, T, S)
+            visible = visible_pairs(
+                EDGE, mask, mask_strides, down, across, T, S, global_end, CAUSAL, WINDOW, BY_QUERY
+            )
+            x = _clamped(scores, CLAMP)
+            weights = _weights(x, fading, shift, learned, COEFFICIENTS)
+            slopes = _slopes(scores, weights, fading, learned, COEFFICIENTS, SLOPE, CLAMP)
             dweights = _product(grad_tile, tl.trans(v_tile), SUM, PRECISION) + grad_sums
-            _, slopes = _weights_and_slopes(scores, shift, COEFFICIENTS, SLOPE, CLAMP)
-            dscores = slopes * dweights
-            if EDGE:
-                visible = _visible(
-                    mask, mask_strides, queries[:, None], keys[None, :], T, S, CAUSAL, BY_QUERY
-                )
-                dscores = tl.where(visible, dscores, 0.0)
+            dscores = hide(slopes * dweights, visible)
             out = _add_product(out, dscores, k_tile.to(FACTOR), PRECISION)
-    out = _map_backward(out * SCALE, q, queries, q_strides, T, MAP, D, BLOCK_D)
-    _store(_head(dq, dq_strides, batch, head), queries, dq_strides, T, out, D, BLOCK_D)
+            if drunning is not None:
+                drunning_out += tl.sum(hide(weights * dweights, visible), 1)
+            if dlearned is not None:
+                term = dweights
+                if fading is not None:
+                    term *= tl.exp(fading)
+                term, x = hide(term, visible), hide(x, visible)
+                for n in tl.static_range(len(COEFFICIENTS)):
+                    dlearned_out += tl.where(terms == n, tl.sum(term, 1)[:, None], 0.0)
+                    term *= x
+    out = map_backward(out * SCALE, q, queries, q_strides, T, MAP, D, BLOCK_D)
+    store_rows(at_head(dq, dq_strides, batch, head), queries, dq_strides, T, out, D, BLOCK_D)
+    if drunning is not None:
+        tl.store(drunning + row * T + queries, drunning_out, mask=queries < T)
+    if dlearned is not None:
+        rows = row * T + queries[:, None]
+        inside = (queries[:, None] < T) & (terms < len(COEFFICIENTS))
+        tl.store(dlearned + rows * len(COEFFICIENTS) + terms, dlearned_out, mask=inside)
 
 
 @triton.jit
 def key_grads(
-    q, k, v, mask, maximum, grad, grad_sum, dk, dv,
+    q, k, v, mask, running, learned, span, maximum, grad, grad_sum, dk, dv, drunning,
     q_strides, k_strides, v_strides, mask_strides, grad_strides, dk_strides, dv_strides,
     H, GROUPS, T, S,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     SCALE: tl.constexpr, CLAMP: tl.constexpr, COEFFICIENTS: tl.constexpr, SLOPE: tl.constexpr,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_QUERY: tl.constexpr, PRECISION: tl.constexpr,
-    LONG: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    MAP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_QUERY: tl.constexpr,
+    PRECISION: tl.constexpr, LONG: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a tile of keys and values; scores are transposed, [keys, queries]."""
+    """The gradients of a tile of keys and values; scores are transposed, [keys, queries].
+
+    If given, also the keys' part of the gradient of their running sums, ``drunning`` [B, Hkv, S],
+    times -1.
+    """
     SUM: tl.constexpr = grad_sum.dtype.element_ty
     FACTOR: tl.constexpr = tl.float32 if v.dtype.element_ty == tl.float16 else v.dtype.element_ty
-    first, _, batch, kv_head = _own_tile(S, H // GROUPS, False, BLOCK_S)
+    first, row, batch, kv_head = own_tile(S, H // GROUPS, False, BLOCK_S)
     keys = first + tl.arange(0, BLOCK_S)
-    k = _head(k, k_strides, batch, kv_head)
-    v = _head(v, v_strides, batch, kv_head)
-    k_tile = _load_features(k, keys, k_strides, S, SUM, MAP, D, BLOCK_D)
-    v_tile = _load(v, keys, v_strides, S, E, BLOCK_E).to(FACTOR)
+    k = at_head(k, k_strides, batch, kv_head)
+    v = at_head(v, v_strides, batch, kv_head)
+    if running is not None:
+        running += row * S * 2
+    global_start, global_end = global_range(span, batch)
+    k_tile = load_features(k, keys, k_strides, S, SUM, MAP, D, BLOCK_D)
+    v_tile = load_rows(v, keys, v_strides, S, E, BLOCK_E).to(FACTOR)
 
     dk_out = tl.full((BLOCK_S, BLOCK_D), 0.0, SUM)
     dv_out = tl.full((BLOCK_S, BLOCK_E), 0.0, SUM)
+    if drunning is not None:
+        drunning_out = tl.full((BLOCK_S,), 0.0, SUM)
     for group in range(GROUPS):
         head = kv_head * GROUPS + group
         sums_row = (batch * H + head) * T
-        q_head = _head(q, q_strides, batch, head)
-        grad_head = _head(grad, grad_strides, batch, head)
+        q_head = at_head(q, q_strides, batch, head)
+        grad_head = at_head(grad, grad_strides, batch, head)
         mask_head = mask
         if mask is not None:
-            mask_head = _head(mask, mask_strides, batch, head)
+            mask_head = at_head(mask, mask_strides, batch, head)
+        own = learned
+        if learned is not None:
+            own = learned + head * len(COEFFICIENTS)
         for EDGE in tl.static_range(2):
-            start, end = _query_range(EDGE, first, mask, T, S, CAUSAL, BLOCK_T, BLOCK_S)
+            start, end = query_range(
+                EDGE, first, mask, T, S, global_start, global_end, CAUSAL, WINDOW, BLOCK_T, BLOCK_S
+            )
             for query in range(start, end, BLOCK_T):
                 queries = query + tl.arange(0, BLOCK_T)
-                q_tile = _load_features(q_head, queries, q_strides, T, SUM, MAP, D, BLOCK_D)
-                grad_tile = _load(grad_head, queries, grad_strides, T, E, BLOCK_E).to(FACTOR)
+                down, across = keys[:, None], queries[None, :]
+                q_tile = load_features(q_head, queries, q_strides, T, SUM, MAP, D, BLOCK_D)
+                grad_tile = load_rows(grad_head, queries, grad_strides, T, E, BLOCK_E).to(FACTOR)
                 inside = queries < T
                 grad_sums = tl.load(grad_sum + sums_row + queries, mask=inside, other=0.0)[None, :]
                 shift = None
                 if maximum is not None:
                     shift = tl.load(maximum + sums_row + queries, mask=inside, other=0.0)[None, :]
                 scores = _product(k_tile, tl.trans(q_tile), SUM, PRECISION) * SCALE
-                weights, slopes = _weights_and_slopes(scores, shift, COEFFICIENTS, SLOPE, CLAMP)
+                fading = fading_between(running, across, down, T, S)
+                visible = visible_pairs(
+                    EDGE, mask_head, mask_strides, across, down, T, S, global_end,
+                    CAUSAL, WINDOW, BY_QUERY,
+                )  # fmt: skip
+                weights = _weights(_clamped(scores, CLAMP), fading, shift, own, COEFFICIENTS)
+                slopes = _slopes(scores, weights, fading, own, COEFFICIENTS, SLOPE, CLAMP)
                 dweights = _product(v_tile, tl.trans(grad_tile), SUM, PRECISION) + grad_sums
-                dscores = slopes * dweights
-                if EDGE:
-                    across = queries[None, :]
-                    visible = _visible(
-                        mask_head, mask_strides, across, keys[:, None], T, S, CAUSAL, BY_QUERY
-                    )
-                    weights = tl.where(visible, weights, 0.0)
-                    dscores = tl.where(visible, dscores, 0.0)
-                dv_out = _add_product(dv_out, weights, grad_tile, PRECISION)
+                dscores = hide(slopes * dweights, visible)
+                if drunning is not None:
+                    drunning_out += tl.sum(hide(weights * dweights, visible), 1)
+                dv_out = _add_product(dv_out, hide(weights, visible), grad_tile, PRECISION)
                 dk_out = _add_product(dk_out, dscores, q_tile.to(FACTOR), PRECISION)
-    dk_out = _map_backward(dk_out * SCALE, k, keys, k_strides, S, MAP, D, BLOCK_D)
-    _store(_head(dk, dk_strides, batch, kv_head), keys, dk_strides, S, dk_out, D, BLOCK_D)
-    _store(_head(dv, dv_strides, batch, kv_head), keys, dv_strides, S, dv_out, E, BLOCK_E)
+    dk_out = map_backward(dk_out * SCALE, k, keys, k_strides, S, MAP, D, BLOCK_D)
+    store_rows(at_head(dk, dk_strides, batch, kv_head), keys, dk_strides, S, dk_out, D, BLOCK_D)
+    store_rows(at_head(dv, dv_strides, batch, kv_head), keys, dv_strides, S, dv_out, E, BLOCK_E)
+    if drunning is not None:
+        tl.store(drunning + row * S + keys, drunning_out, mask=keys < S)
