@@ -78,10 +78,9 @@ WIDENED: dict[str, sr.AttentionSpec] = {
 
 
 # The variants of the operation for any queries and keys. The others are for features of the layer's
-# own, without which their row sums cross zero (test_systems.py), or have no form yet.
+# own, without which their row sums cross zero (test_systems.py).
 _FOR_FEATURES = {"performer", "rfa", "cosformer", "hedgehog"}
-_NOT_YET = {"window_taylor"}
-VARIANTS = tuple(name for name in sr.variants() if name not in _FOR_FEATURES | _NOT_YET)
+VARIANTS = tuple(name for name in sr.variants() if name not in _FOR_FEATURES)
 
 
 def with_directions(names: Iterable[str]) -> list[tuple[str, bool]]:

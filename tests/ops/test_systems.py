@@ -238,19 +238,8 @@ def built(name: str) -> sr.Attention:
     return layer
 
 
-NOT_YET = pytest.mark.xfail(strict=True, reason="no form computes outside='series' yet")
-
-
-@pytest.mark.parametrize(
-    ("name", "computed"),
-    [
-        pytest.param(name, computed, marks=NOT_YET)
-        if (name, computed) == ("window_taylor", "operation")
-        else (name, computed)
-        for name in FORMULAS
-        for computed in ("operation", "reference")
-    ],
-)
+@pytest.mark.parametrize("computed", ["operation", "reference"])
+@pytest.mark.parametrize("name", FORMULAS)
 def test_a_layer_is_the_systems(name: str, computed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = built(name)
     x = torch.randn(2, TOKENS, 32).double()

@@ -152,8 +152,6 @@ def _require_state(spec: AttentionSpec, q: Tensor, k: Tensor) -> None:
     """Raise ``ValueError`` for a spec without a state; the message suggests a Taylor order."""
     if spec.order is not None or spec.clamp is not None:
         degrees(spec)
-        if spec.window is not None:
-            raise ValueError("A window has no state, also with outside='series'.")
         return
     message = "The series 'exp' has infinitely many powers and so no finite state"
     features = [FEATURE_MAPS[spec.feature_map](x.detach().double()) for x in (q, k) if x.numel()]

@@ -128,7 +128,7 @@ class _BlockedSums(torch.autograd.Function):
         inputs = (blocks.q, blocks.k, blocks.v)
         dq, dk, dv = (torch.zeros_like(x, dtype=blocks.dtype) for x in inputs)
         dtotal = None if blocks.total is None else torch.zeros_like(blocks.total)
-        dcoefficients = None
+        dcoefficients: Tensor | None = None
         if blocks.coefficients is not None:
             dcoefficients = torch.zeros_like(blocks.coefficients)
         for step in blocks:
@@ -137,7 +137,7 @@ class _BlockedSums(torch.autograd.Function):
             if blocks.spec.clamp is not None:
                 clamped = scores > blocks.spec.clamp
                 scores.clamp_max_(blocks.spec.clamp)
-            largest = blocks.rows(maximum[..., None], step)
+            largest = blocks.rows(maximum.unsqueeze(-1), step)
             x, factor = _argument(blocks, scores, step, largest)[:2]
             series = blocks.series(step)
             slope = series.derivative()
