@@ -131,12 +131,12 @@ def test_invalid_options_are_named(fields: dict[str, object], message: str) -> N
         LayerOptions.from_dict(fields)
 
 
-# Without a form for outside='series' its scale has no gradient yet.
 @pytest.mark.parametrize("name", sr.variants())
 def test_every_parameter_gets_a_gradient(name: str) -> None:
     torch.manual_seed(0)
     layer = Attention(32, 4, name, num_kv_heads=2)
-    out = layer(torch.randn(2, 9, 32))
+    tokens = 9 if layer.spec.window is None else layer.spec.window + 9
+    out = layer(torch.randn(2, tokens, 32))
     out.square().sum().backward()
     for key, parameter in layer.named_parameters():
         assert parameter.grad is not None, key

@@ -157,6 +157,10 @@ def recurrent_bytes(config: Any, dtype: torch.dtype, batch: int = 1) -> int | No
     options, kv_heads = config.options, config.num_key_value_heads
     width = key_width(options, config.head_dim)
     size = kv_heads * state_size(spec, width, config.head_dim) * compute_dtype(dtype).itemsize
+    if spec.window is not None:
+        decays = _decays(spec, width) or int(spec.decay == "head")
+        kept = (width + config.head_dim) * dtype.itemsize + decays * 8  # float64
+        size += spec.window * (kv_heads * kept + 1)
     if options.short_convolution:  # of queries, keys and values
         qk_dim = options.qk_dim or config.head_dim
         channels = (config.num_attention_heads + kv_heads) * qk_dim + kv_heads * config.head_dim
@@ -168,5 +172,10 @@ def key_value_bytes(config: Any, dtype: torch.dtype, tokens: int, batch: int = 1
     """Bytes of a key/value cache for a model of ``config`` after ``tokens`` tokens."""
     heads = batch * config.num_hidden_layers * config.num_key_value_heads
     keys = key_width(config.options, config.head_dim)
-    decays = {"token": 1, "channel": keys}.get(config.spec.decay, 0)
-    return heads * (keys + decays + config.head_dim) * tokens * dtype.itemsize
+    numbers = keys + _decays(config.spec, keys) + config.head_dim
+    return heads * numbers * tokens * dtype.itemsize
+
+
+def _decays(spec: AttentionSpec, width: int) -> int:
+    """Number of log decays of a key of ``width``."""
+    return {"token": 1, "channel": width}.get(spec.decay, 0)
