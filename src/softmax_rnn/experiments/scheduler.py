@@ -20,7 +20,6 @@ from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn._utils.files import make_writable
 from softmax_rnn.experiments.launchers import Job, Launcher, launcher
 from softmax_rnn.experiments.plan import PlannedRun, require_trainable
-from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.run import load_blocks
 from softmax_rnn.training.stopping import RunStopped, StopRequest
 
@@ -94,16 +93,17 @@ def _check(runs: Sequence[PlannedRun]) -> None:
 
     So that an error comes at once, and not after the runs before it.
     """
-    unfinished = {str(run.config.attention): run for run in runs if not run.folder.finished}
+    unfinished = {run.config.variant: run for run in runs if not run.folder.finished}
     for run in unfinished.values():
         require_trainable(run.config, run.name)
-    manifests: dict[RunConfig, dict[str, Any]] = {}
+    manifests: dict[str, dict[str, Any]] = {}
     for run in runs:
-        conditions = replace(run.config, attention="softmax", seed=0)
+        plain = replace(run.config, attention="softmax", layer={}, seed=0)
+        conditions = repr(plain)  # the same text for runs of one corpus
         if run.folder.exists:
             run.folder.check_same_config(run.config)
         if conditions not in manifests:
-            manifests[conditions] = load_blocks(conditions)[0].manifest
+            manifests[conditions] = load_blocks(plain)[0].manifest
         if run.folder.exists:
             run.folder.check_same_corpus(manifests[conditions])
         if run.folder.exists and not run.folder.finished:
