@@ -180,7 +180,7 @@ def make_case(
         tensors["log_decay"] = -decay * normal(*decays[spec.decay]).exp()
     if spec.learned_coefficients:
         assert spec.order is not None
-        tensors["coefficients"] = 1 + 0.5 * normal(h, spec.order + 1)
+        tensors["coefficients"] = (0.5 * normal(h, spec.order + 1)).exp()
     if spec.denominator == "sum_plus_sink":
         tensors["sink"] = normal(h)
     if spec.outside == "series":

@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
     @property
     def pair(self) -> float:
         """The cost of a score and its weight."""
-        return _MULTIPLY * (self.d_k + self.d_v) + _PAIR + _POWER * degrees(self.spec)[1]
+        return _MULTIPLY * (self.d_k + self.d_v) + _PAIR + _POWER * (self.spec.order or 0)
 
 
 def sizes_of(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Sizes:

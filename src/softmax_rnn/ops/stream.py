@@ -26,6 +26,7 @@ class Stream:
         length_power: [H], as for ``attention``, if the spec uses it.
         coefficients: [H, N + 1], as for ``attention``, if the spec uses them.
         sink: [H], as for ``attention``, if the spec uses it.
+        outside_scale: [H], as for ``attention``, if the spec uses it.
         norm_weight: [E], as for ``attention``.
         norm_bias: [E], as for ``attention``.
         state: the initial state; by default empty.
@@ -48,6 +49,7 @@ class Stream:
         length_power: Tensor | None = None,
         coefficients: Tensor | None = None,
         sink: Tensor | None = None,
+        outside_scale: Tensor | None = None,
         norm_weight: Tensor | None = None,
         norm_bias: Tensor | None = None,
         state: State | None = None,
@@ -59,6 +61,7 @@ class Stream:
             "length_power": length_power,
             "coefficients": coefficients,
             "sink": sink,
+            "outside_scale": outside_scale,
             "norm_weight": norm_weight,
             "norm_bias": norm_bias,
         }

@@ -24,7 +24,9 @@ from strategies import coefficients, layouts
 
 PER_TOKEN = ("input_gate", "output_gate", "log_decay")  # log decays of heads have one dimension
 DECAYS = ("none", "head", "token", "channel")
-WITH_STATE = [name for name, spec in WIDENED.items() if spec.has_state]
+WITH_STATE = [
+    name for name, spec in WIDENED.items() if spec.has_state and spec.outside == "hidden"
+]  # test_window.py has the others
 DENOMINATORS = (
     *("sum", "detached_sum", "clamped_sum", "sum_plus_one"),
     *("length", "learned_length", "none"),
