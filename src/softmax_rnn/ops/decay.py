@@ -34,8 +34,10 @@ def check_decay(log_decay: Tensor | None, spec: AttentionSpec, k: Tensor, causal
         )
 
 
-def per_key_decay(log_decay: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+def per_key_decay(log_decay: Tensor | None, k: Tensor, mask: Tensor | None) -> Tensor | None:
     """The decay of every key, [B, Hkv, S] or [B, Hkv, S, D] in float64; 0 for hidden keys."""
+    if log_decay is None:
+        return None
     # The difference of two running sums loses digits; MPS devices have no float64.
     log_decay = log_decay.to(torch.float32 if k.device.type == "mps" else torch.float64)
     if log_decay.ndim == 1:

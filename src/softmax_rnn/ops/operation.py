@@ -166,11 +166,13 @@ def attention(
     with no_autocast(q.device.type):
         if input_gate is not None:
             v = v * input_gate.unsqueeze(-1).to(v.dtype)
-        terms: dict[str, Any] = {"mask": mask, "state": state, "keep_state": return_state}
-        if log_decay is not None:
-            terms["log_decay"] = per_key_decay(log_decay, k, mask)
-        if coefficients is not None:
-            terms["coefficients"] = coefficients
+        terms: dict[str, Any] = {
+            "mask": mask,
+            "log_decay": per_key_decay(log_decay, k, mask),
+            "coefficients": coefficients,
+            "state": state,
+            "keep_state": return_state,
+        }
         recent = None
         if spec.outside == "series":
             compute = functools.partial(_sums_of_part, form)
@@ -192,15 +194,14 @@ def attention(
             if length_power is not None:
                 length = length ** length_power.to(dtype).unsqueeze(-1)
             out = out / length.unsqueeze(-1)
-        gate = None
         if output_gate is not None:
-            gate = output_gate.to(dtype)
-            gate = gate if gate.ndim == 4 else gate.unsqueeze(-1)
-        if gate is not None and spec.output_gate == "before_norm":
-            out = out * gate
+            output_gate = output_gate.to(dtype)
+            output_gate = output_gate if output_gate.ndim == 4 else output_gate.unsqueeze(-1)
+        if spec.output_gate == "before_norm":
+            out = out * output_gate
         out = normalized(out, log_scale, spec.norm, norm_weight, norm_bias)
-        if gate is not None and spec.output_gate == "after_norm":
-            out = out * gate
+        if spec.output_gate == "after_norm":
+            out = out * output_gate
         if not spec.bounded:
             check_output(out, input_dtype, inputs)
         out = out.to(input_dtype)
@@ -221,9 +222,12 @@ def _sums(
     mask: Tensor | None,
     state: State | None = None,
     keep_state: bool = False,
-    **decay_and_coefficients: Tensor | None,
+    **weighting: Tensor | None,
 ) -> RowSums:
-    """The sums of a spec, by the chosen form, of queries and keys before the feature map."""
+    """The sums of a spec, by the chosen form, of queries and keys before the feature map.
+
+    ``weighting`` are the form's ``log_decay`` and ``coefficients``.
+    """
     inputs, stateful = (q, k, v), state is not None or keep_state
     chosen = choose(form, spec, q, k, v, causal=causal, mask=mask, stateful=stateful)
     log_scale = None
@@ -231,9 +235,7 @@ def _sums(
         q, log_scale = _scaled_for_powers(q, k, spec, causal, mask, stateful)
     if not chosen.maps:
         q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
-    options: dict[str, Any] = {
-        name: x for name, x in decay_and_coefficients.items() if x is not None
-    }
+    options: dict[str, Any] = {name: x for name, x in weighting.items() if x is not None}
     if chosen.stateful:
         options |= {"state": state and state.sums, "keep_state": keep_state}
     sums = chosen.compute(q, k, v, spec, causal=causal, mask=mask, **options)
