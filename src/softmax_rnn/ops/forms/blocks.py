@@ -14,7 +14,8 @@ from softmax_rnn.ops.forms.row_sums import compute_dtype, first_visible, no_data
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec
 
-BLOCK = 128  # queries per block
+BLOCK = 128  # queries per block; fewer with a narrow window, of which each block sees more
+_MIN_BLOCK = 32
 # Scores computed in one step, in elements. On a CPU they should fit its cache.
 _CPU_SCORES, _GPU_SCORES = 2**19, 2**27
 # A step may compute this many times the scores that its heads need: decays differ between heads.
@@ -81,7 +82,10 @@ class Blocks:
                 index = self.copied[:, None, None, None].expand(*mask.shape[:-1], -1)
                 mask = torch.cat([mask.gather(-1, index), mask], -1)
             self.mask = mask
-        self.future = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q.device).triu(1)
+        self.block = BLOCK
+        if self.window:
+            self.block = min(BLOCK, max(_MIN_BLOCK, self.window // 4))
+        self.future = torch.ones(self.block, self.block, dtype=torch.bool, device=q.device).triu(1)
 
     def _find_global_keys(self, mask: Tensor | None, batch: int, device: torch.device) -> None:
         shown = first_visible(mask, self.keys, self.copies, device).expand(batch, -1)
@@ -115,8 +119,8 @@ class Blocks:
 
     def __iter__(self) -> Iterator[Step]:
         every = _GPU_SCORES if self.q.device.type != "cpu" else _CPU_SCORES
-        for start, firsts in zip(range(0, self.queries, BLOCK), self._firsts(), strict=True):
-            stop = min(start + BLOCK, self.queries)
+        for start, firsts in zip(range(0, self.queries, self.block), self._firsts(), strict=True):
+            stop = min(start + self.block, self.queries)
             last = stop + self.past if self.causal else self.keys
             budget = every // (self.groups * (stop - start))
             begin = 0
@@ -127,7 +131,7 @@ class Blocks:
                     lower = min(first, firsts[end])
                     computed = (end + 1 - begin) * (last - lower)
                     needed += last - firsts[end]
-                    if computed > budget or computed > _WASTE * needed + BLOCK:
+                    if computed > budget or computed > _WASTE * needed + self.block:
                         break
                     first, end = lower, end + 1
                 yield Step(slice(begin, end), start, stop, first, last)
@@ -135,7 +139,7 @@ class Blocks:
 
     def _firsts(self) -> list[list[int]]:
         """The first key that each block needs, for each head."""
-        starts = range(self.past, self.keys, BLOCK)  # positions of the blocks' first queries
+        starts = range(self.past, self.keys, self.block)  # positions of the blocks' first queries
         by_window = [max(0, start - self.window + 1) if self.window else 0 for start in starts]
         unknown = self.total is None or self.by_channel or no_data(self.q)
         if unknown or (self.spec.shifted and not self.fresh):
@@ -148,10 +152,10 @@ class Blocks:
             # Scores differ by at most twice the product of the lengths.
             longest = torch.linalg.vector_norm(self.k, dim=-1).amax(-1, keepdim=True)
             lengths = torch.linalg.vector_norm(self.q, dim=-1, dtype=self.dtype).amax(1)
-            lengths = torch.stack([part.amax(-1) for part in lengths.split(BLOCK, -1)], -1)
+            lengths = torch.stack([part.amax(-1) for part in lengths.split(self.block, -1)], -1)
             bound = abs(self.scale) * lengths * longest
             reach = reach + 1.0 + 2.01 * bound.nan_to_num(nan=torch.inf).to(faded.dtype)
-        latest = (faded[:, self.past :: BLOCK] - reach).contiguous()
+        latest = (faded[:, self.past :: self.block] - reach).contiguous()
         by_decay = torch.searchsorted(faded.contiguous(), latest).t().tolist()
         pairs = zip(by_window, by_decay, strict=True)
         return [[max(window, first) for first in firsts] for window, firsts in pairs]
