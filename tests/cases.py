@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import softmax_rnn as sr
+from softmax_rnn.ops.decay import per_key_decay
 from softmax_rnn.ops.dispatch import FORMS
+from softmax_rnn.ops.validation import checked_mask
 
 MASKS = ("none", "padding", "full")
 
@@ -140,9 +142,16 @@ class Case:
     @property
     def forms(self) -> list[str]:
         """The forms that can compute it: those with a state take masks of keys alone."""
-        mask = self.mask
+        q, k, v = (self.tensors[name].float() for name in "qkv")
+        mask = checked_mask(self.mask, q, k)
         keys_alone = mask is None or all(size == 1 for size in mask.shape[-3:-1])
-        return [name for name in sr.forms(self.spec) if keys_alone or not FORMS[name].stateful]
+        decay = per_key_decay(self.tensors.get("log_decay"), k, mask)
+        return [
+            name
+            for name in sr.forms(self.spec)
+            if (keys_alone or not FORMS[name].stateful)
+            and not FORMS[name].refuses(self.spec, q, v, mask, decay)
+        ]
 
 
 def make_case(

@@ -93,7 +93,7 @@ def test_a_run_that_was_left_alone_is_named(texts: Path, tmp_path: Path, console
     (run,) = compare_configs(["norm"], [0], tiny(texts), root)
     run.folder.path.mkdir(parents=True)
     manifest = load_blocks(run.config)[0].manifest
-    run.folder.record_session({}, run.config.spec, manifest)
+    run.folder.record_session({}, run.config.variant, manifest)
     run.config.save(run.folder.config_file)
     with (
         run.folder.locked(),

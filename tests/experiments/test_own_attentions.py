@@ -14,7 +14,7 @@ from softmax_rnn.cli.main import main
 from softmax_rnn.experiments.compare import compare_configs
 from softmax_rnn.experiments.launchers import LocalLauncher
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.variants import variant
+from softmax_rnn.ops.variants import resolve_layer, variant
 from softmax_rnn.report.outputs import find_runs, report
 from softmax_rnn.report.table import results
 from softmax_rnn.training import RunConfig
@@ -160,5 +160,26 @@ def test_own_attentions_differ_in_nothing_else(
     texts: Path, spec_file: Path, tmp_path: Path
 ) -> None:
     for run in compare_configs(["norm", f"mine={spec_file}"], [5], tiny(texts), tmp_path):
-        fields = run.config.to_dict() | {"attention": "softmax", "seed": 0}
+        fields = run.config.to_dict() | {"attention": "softmax", "layer": {}, "seed": 0}
         assert fields == tiny(texts).to_dict()
+
+
+def test_a_file_gives_the_options_of_a_layer(texts: Path, tmp_path: Path) -> None:
+    """Its own, and those of the variant that it starts from."""
+    mine, narrow = tmp_path / "mine.yaml", tmp_path / "narrow.yaml"
+    mine.write_text("variant: mamba2\nlayer: {skip: false}\n")
+    narrow.write_text("norm: l2\nlayer: {qk_dim: 4}\n")
+    words = [f"mine={mine}", f"narrow={narrow}", "early=retnet", "mamba2"]
+    configs = [run.config for run in compare_configs(words, [0], tiny(texts), tmp_path)]
+    own, small, early, plain = (config.variant for config in configs)
+    assert own.spec == plain.spec
+    assert own.options == plain.options.replaced({"skip": False})
+    assert (small.spec.norm, small.options.qk_dim) == ("l2", 4)
+    assert early == resolve_layer("retnet")
+
+
+def test_variants_of_one_spec_have_other_layers(texts: Path, tmp_path: Path) -> None:
+    words = ["performer", "hedgehog", "taylor:2", "based"]
+    assert len(compare_configs(words, [0], tiny(texts), tmp_path)) == 4
+    with pytest.raises(ValueError, match="are the same variant"):
+        compare_configs(["based", "mine=based"], [0], tiny(texts), tmp_path)

@@ -78,7 +78,7 @@ def _read_variant(path: Path) -> Variant:
     fields = parse_yaml(path.read_bytes(), path)
     try:
         if not isinstance(fields, dict):
-            raise ValueError(f"an attention's fields must be a mapping, not {fields!r}.")
+            raise ValueError(f"An attention's fields must be a mapping, not {fields!r}.")
         base = resolve_layer(fields.pop("variant", AttentionSpec()), fields.pop("layer", {}))
         return base._replace(spec=AttentionSpec.from_dict({**base.spec.to_dict(), **fields}))
     except (TypeError, ValueError) as error:

@@ -38,15 +38,17 @@ class Form(NamedTuple):
         supports: whether it can compute a spec on a type of device.
         stateful: whether it takes and returns states. Then its mask must be per key, the same for
             every query and head.
-        refuses: names the property of queries, values or mask that it cannot handle on a supported
-            device; empty if it can handle all.
+        refuses: names the property of queries, values, mask or log decays that it cannot handle on
+            a supported device; empty if it can handle all.
         maps: whether it applies the feature map to queries and keys itself.
     """
 
     compute: Callable[..., RowSums]
     supports: Callable[[AttentionSpec, str], bool] = lambda *_: True
     stateful: bool = False
-    refuses: Callable[[AttentionSpec, Tensor, Tensor, Tensor | None], str] = lambda *_: ""
+    refuses: Callable[[AttentionSpec, Tensor, Tensor, Tensor | None, Tensor | None], str] = (
+        lambda *_: ""
+    )
     maps: bool = False
 
 
@@ -83,6 +85,7 @@ def choose(
     *,
     causal: bool,
     mask: Tensor | None,
+    log_decay: Tensor | None = None,
     stateful: bool,
 ) -> Form:
     """Return the requested form, or the cheapest one for ``auto``.
@@ -107,7 +110,7 @@ def choose(
             f"[B, 1, 1, S], not {list(mask.shape)}. form='blocked' (in a model: a key/value cache) "
             "takes any mask, without a state."
         )
-    refused = {name: FORMS[name].refuses(spec, q, v, mask) for name in candidates}
+    refused = {name: FORMS[name].refuses(spec, q, v, mask, log_decay) for name in candidates}
     candidates = [name for name in candidates if not refused[name]]
     if form == "auto":
         if q.device.type == "cpu" and "triton" in candidates:
@@ -115,7 +118,7 @@ def choose(
         if not per_key_mask:
             candidates = [name for name in candidates if not FORMS[name].stateful]
         form = _cheapest(candidates, spec, q, k, v, causal)
-        if refused.get("fused"):
+        if refused.get("fused") and log_decay is None:  # blocked is as fast with strong decays
             _warn_once(f"form='fused' cannot compute {refused['fused']}: {form!r} is used instead.")
     elif form not in candidates:
         what = refused.get(form) or "this spec"

@@ -197,10 +197,10 @@ def attention(
         if output_gate is not None:
             output_gate = output_gate.to(dtype)
             output_gate = output_gate if output_gate.ndim == 4 else output_gate.unsqueeze(-1)
-        if spec.output_gate == "before_norm":
-            out = out * output_gate
+            if spec.output_gate == "before_norm":
+                out = out * output_gate
         out = normalized(out, log_scale, spec.norm, norm_weight, norm_bias)
-        if spec.output_gate == "after_norm":
+        if output_gate is not None and spec.output_gate == "after_norm":
             out = out * output_gate
         if not spec.bounded:
             check_output(out, input_dtype, inputs)
@@ -229,7 +229,9 @@ def _sums(
     ``weighting`` are the form's ``log_decay`` and ``coefficients``.
     """
     inputs, stateful = (q, k, v), state is not None or keep_state
-    chosen = choose(form, spec, q, k, v, causal=causal, mask=mask, stateful=stateful)
+    given: dict[str, Any] = {"causal": causal, "mask": mask}
+    decay = weighting.get("log_decay")
+    chosen = choose(form, spec, q, k, v, **given, log_decay=decay, stateful=stateful)
     log_scale = None
     if spec.scale_free and not (chosen.maps and q.dtype == torch.float16):
         q, log_scale = _scaled_for_powers(q, k, spec, causal, mask, stateful)
@@ -238,7 +240,7 @@ def _sums(
     options: dict[str, Any] = {name: x for name, x in weighting.items() if x is not None}
     if chosen.stateful:
         options |= {"state": state and state.sums, "keep_state": keep_state}
-    sums = chosen.compute(q, k, v, spec, causal=causal, mask=mask, **options)
+    sums = chosen.compute(q, k, v, spec, **given, **options)
     if spec.order is not None:
         check_sums(sums, spec, state, inputs, k, mask)
     return sums if log_scale is None else sums._replace(log_scale=log_scale)

@@ -135,12 +135,14 @@ def label(run: RunFolder) -> str:
     name = folder.removesuffix(f"-seed{run.config.seed}")
     if name != folder and may_name(name, run.config.variant):
         return name
-    plain, fields = (
-        found.spec.to_dict() | found.options.to_dict()
-        for found in (Variant(AttentionSpec()), run.config.variant)
-    )
+    plain, fields = map(_fields, (Variant(AttentionSpec()), run.config.variant))
     changed = (f"{key}={fields[key]}" for key in plain if fields[key] != plain[key])
     return ", ".join(changed) or REFERENCE
+
+
+def _fields(attention: Variant) -> dict[str, Any]:
+    options = {f"layer.{name}": value for name, value in attention.options.to_dict().items()}
+    return attention.spec.to_dict() | options
 
 
 def may_name(name: str, attention: Variant) -> bool:

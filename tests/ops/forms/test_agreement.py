@@ -210,7 +210,8 @@ def test_auto_takes_the_fused_kernel_wherever_an_identity_allows() -> None:
         assert sr.forms(name)[0] == "fused"
     for name in ("gate", "taylor:4", "linear_elu", "norm_rms"):
         assert sr.forms(name)[0] == "blocked"
-    for name in ("forgetting", "window", "window_global"):  # keys can be skipped
+    assert sr.forms("softmax+decay")[0] == "fused"
+    for name in ("exp_channel", "window", "window_global"):
         assert sr.forms(WIDENED[name])[0] == "blocked"
     assert "fused" not in sr.forms("softmax_plus_one", "mps")
     for device in ("cuda", "mps"):
