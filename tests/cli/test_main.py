@@ -165,6 +165,7 @@ def test_variants(capsys: pytest.CaptureFixture[str]) -> None:
     assert "softmax_l2" in shown
     assert "Defaults: feature_map=identity, series=exp" in shown
     assert "taylor:2" in shown
+    assert "layer: qk_dim=16" in shown  # of based
 
 
 @pytest.mark.parametrize("command", ["train", "compare", "reproduce", "generate"])

@@ -263,11 +263,11 @@ def test_the_spec_is_shown() -> None:
         ),
         (
             {"num_heads": 4, "spec": "retnet", "options": {"decay_rule": "time_step"}},
-            "Unknown decay_rule for the decay 'head' 'time_step'.*Allowed: standard",
+            "decay_rule='time_step' needs the decay 'token', not 'head'",
         ),
         (
             {"num_heads": 4, "options": {"decay_rule": "time_step"}},
-            "decay_rule for the decay 'none'",
+            "decay_rule='time_step' needs the decay 'token', not 'none'",
         ),
     ],
 )

@@ -10,8 +10,9 @@ from jsonargparse import ArgumentParser, Namespace
 from softmax_rnn._utils.files import require_writable, write_json
 from softmax_rnn.cli.command import CACHES, Command, show, show_paths, write_report
 from softmax_rnn.experiments.scales import SCALES
+from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.variants import ALIASES, FAMILIES, variants
+from softmax_rnn.ops.variants import ALIASES, FAMILIES, layer_options, variants
 
 
 def _claims_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
@@ -106,21 +107,31 @@ def _analyze(parsed: Namespace) -> int:
 def _variants(_: Namespace) -> int:
     from softmax_rnn.report.terminal import terminal_table
 
-    plain = AttentionSpec().to_dict()
+    plain, added = AttentionSpec().to_dict(), LayerOptions().to_dict()
     aliases = {name: alias for alias, name in ALIASES.items()}
     rows = []
     for name, spec in variants().items():
-        changed = {key: value for key, value in spec.to_dict().items() if value != plain[key]}
-        fields = ", ".join(f"{key}={value}" for key, value in changed.items())
+        options = layer_options(name).to_dict()
+        fields = _changed(spec.to_dict(), plain) or "the defaults"
+        if options != added:
+            fields += f"\nlayer: {_changed(options, added)}"
         shown = f"{name}:{getattr(spec, FAMILIES[name])}" if name in FAMILIES else name
-        rows.append([shown, aliases.get(name, ""), fields or "the defaults"])
+        rows.append([shown, aliases.get(name, ""), fields])
     header = ("variant", "also named", "fields that differ from the defaults")
     show(terminal_table(header, rows, left=header))
-    print("Defaults: " + ", ".join(f"{key}={value}" for key, value in plain.items()))
+    print(f"Defaults: {_changed(plain, {})}")
+    print(f"Defaults of the layer: {_changed(added, {})}")
     orders = [name for name, field in FAMILIES.items() if field == "order"]
     print(f"{', '.join(orders)} take any order, as in taylor:4; the default order is 2.")
-    print("window:N sees N keys; NAME+decay is a variant whose keys fade, as in softmax+decay.")
+    print("window:N sees the last N keys.")
+    print("NAME+decay adds a forget gate, a decay per head and token, as in softmax+decay.")
     return 0
+
+
+def _changed(fields: dict[str, Any], plain: dict[str, Any]) -> str:
+    """The fields that differ from plain ones."""
+    changed = (item for item in fields.items() if item not in plain.items())
+    return ", ".join(f"{key}={value}" for key, value in changed)
 
 
 COMMANDS = {
@@ -128,8 +139,8 @@ COMMANDS = {
         "a verdict on every claim",
         _claims_options,
         _claims,
-        about="Give a verdict on each of the paper's eleven claims, and on those of this "
-        "repository about the figure family, from the finished runs.",
+        about="Give a verdict on each of the paper's eleven claims, and on our own claims about "
+        "the figure family, from the finished runs.",
         extra="report",
     ),
     "report": Command(

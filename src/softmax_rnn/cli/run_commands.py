@@ -101,7 +101,7 @@ def _compare_options(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
         default=list(_DEMO),
         metavar="VARIANT | NAME=VARIANT | NAME=FILE.yaml",
         help="what to train: variants, or your own attentions as YAML files with fields of "
-        "AttentionSpec",
+        "AttentionSpec, and under layer: fields of LayerOptions",
     )
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[0], help="one run per variant and seed"
@@ -238,8 +238,9 @@ COMMANDS = {
         "reproduce a figure",
         _reproduce_options,
         _reproduce,
-        about="Train the missing runs of a figure of the paper, or of this repository (family), "
-        "and draw it. Figures share their runs. Rerun it to resume.",
+        about="Train the missing runs of a figure, and draw it. The figures are the paper's; only "
+        "family is ours: decays, polynomials and windows, and loss against the size of the state. "
+        "Figures share their runs. Rerun it to resume.",
         extra="report",
     ),
 }

@@ -125,7 +125,7 @@ def crossover(spec: AttentionSpec | str, d_k: int, d_v: int, heads: int = _HEADS
         heads: key/value heads times batch; with few heads, the overhead per head is larger.
 
     Raises:
-        ValueError: for the series exp, which has no chunked form.
+        ValueError: for a spec without a state, as :func:`state_size`.
     """
     spec = resolve(spec)
 

@@ -166,4 +166,4 @@ def _require_state(spec: AttentionSpec, q: Tensor, k: Tensor) -> None:
             f"series='taylor' with order={order_for(_TOLERANCE, radius)} is within {_TOLERANCE} of "
             "exp (remainder_bound)"
         )
-    raise ValueError(f"{message}. Without a state, use form='fused' or 'blocked'.")
+    raise ValueError(f"{message}. Without a state, use form='auto'.")

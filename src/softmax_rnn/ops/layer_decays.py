@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softmax_rnn._utils.errors import unknown
 from softmax_rnn.ops.forms.row_sums import compute_dtype
 from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.layer_parts import LayerPart
@@ -133,14 +132,16 @@ def decay_of(spec: AttentionSpec, options: LayerOptions) -> type[LayerDecay] | N
     """The class for a spec and options; ``None`` without a decay.
 
     Raises:
-        ValueError: for a rule that the spec's decay does not have.
+        ValueError: for a rule that does not compute the spec's decay.
     """
     if (spec.decay, options.decay_rule) == ("none", "standard"):
         return None
     found = _DECAYS.get((options.decay_rule, spec.decay))
     if found is None:
-        rules = [rule for rule, decay in _DECAYS if decay == spec.decay]
-        raise unknown(f"decay_rule for the decay {spec.decay!r}", options.decay_rule, rules)
+        needed = " or ".join(repr(decay) for rule, decay in _DECAYS if rule == options.decay_rule)
+        raise ValueError(
+            f"decay_rule={options.decay_rule!r} needs the decay {needed}, not {spec.decay!r}."
+        )
     return found
 
 

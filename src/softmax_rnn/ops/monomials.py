@@ -49,7 +49,8 @@ def state_size(spec: AttentionSpec | str, d_k: int, d_v: int) -> int:
         d_v: value width.
 
     Raises:
-        ValueError: for a spec without a state (the series exp, section 3.1, or a clamp).
+        ValueError: for a spec without a state (the series exp, section 3.1; a clamp; or a window
+            that hides keys).
     """
     spec = resolve(spec)
     return state_rows(spec, d_k) * (d_v + int(spec.row_sum is not None))
@@ -78,7 +79,7 @@ def degrees(spec: AttentionSpec) -> tuple[int, int]:
     if spec.hiding_window is not None:
         raise ValueError(
             f"A window (window={spec.window}) has no recurrent form: a state is a sum, and keys "
-            "cannot be taken out of it."
+            "cannot be taken out of it. With outside='series' it has one."
         )
     return (spec.order if spec.series == "power" else 0), spec.order
 

@@ -39,7 +39,7 @@ FAMILIES = dict.fromkeys(
     "order",
 ) | {"window": "window"}
 
-# "softmax+decay": a variant whose keys fade, one log decay per token and head.
+# "softmax+decay" is softmax with a forget gate: one log decay per head and token.
 DECAY_SUFFIX = "+decay"
 
 _PAPER: dict[str, Spec] = {
@@ -95,11 +95,11 @@ GROUP = "softmax_rnn.variants"  # of the entry points that packages declare
 
 
 def variants() -> dict[str, Spec]:
-    """Every named variant and its spec; the families (``taylor``, ``power``) at order 2.
+    """Every named variant and its spec; families (``taylor``, ``power``...) at order 2.
 
     In this order: the paper's variants, related systems, those of installed packages (entry
-    points), and those of :func:`register_variant`. An entry point that cannot be loaded causes a
-    warning.
+    points), and those of :func:`register_variant`. :func:`layer_options` tells what their layers
+    add. An entry point that cannot be loaded causes a warning.
     """
     found = dict(_TABLE)
     for name in _entry_points():
@@ -121,7 +121,7 @@ def register_variant(name: str, spec: Spec, options: LayerOptions | None = None)
     Args:
         name: ASCII letters, digits, ``_`` and ``-``.
         spec: the spec with this name.
-        options: what a layer of this name adds to the operation; by default nothing.
+        options: what the layer of this name adds to the operation; by default nothing.
 
     Raises:
         ValueError: for an invalid name, spec or options, or a name that already has others.
@@ -130,7 +130,9 @@ def register_variant(name: str, spec: Spec, options: LayerOptions | None = None)
     _check(name, new)
     known = _find(name)
     if known not in (None, new):
-        raise ValueError(f"variant {name!r} already exists with another spec: {known}.")
+        raise ValueError(
+            f"variant {name!r} already exists with another spec or other options: {known}."
+        )
     if known is None:
         _REGISTERED[name] = new
 
@@ -140,8 +142,8 @@ def variant(name: str, *, order: int | None = None) -> Spec:
 
     Args:
         name: a key of :func:`variants`, an alias (``softmax_l2``), or a family with its order
-            after a colon (``"taylor:4"``; for ``window`` its number of keys); with ``+decay`` at
-            the end, its keys fade by a decay per token (``"softmax+decay"``, ``"taylor:4+decay"``).
+            after a colon (``"taylor:4"``; for ``window`` its number of keys). ``+decay`` at the end
+            adds a decay per head and token (``"softmax+decay"``, ``"taylor:4+decay"``).
         order: highest power of a family, by default 2; the number of keys of ``window``.
 
     Raises:
@@ -152,7 +154,18 @@ def variant(name: str, *, order: int | None = None) -> Spec:
 
 
 def layer_options(name: str) -> LayerOptions:
-    """What a layer of a named variant adds to the operation; names as for :func:`variant`."""
+    """What the layer of a named variant adds to the operation.
+
+    Args:
+        name: as for :func:`variant`.
+
+    Raises:
+        ValueError: for an unknown name, as :func:`variant`.
+
+    Example:
+        >>> layer_options("based").qk_dim
+        16
+    """
     return _named(name).options
 
 

@@ -80,7 +80,7 @@ class RunConfig:
 
     Attributes:
         attention: a variant's name (``taylor:4`` with an order), or a full specification.
-        layer: fields of LayerOptions (``qk_dim``...) in place of those of the variant.
+        layer: fields of LayerOptions in place of those of the variant, as in ``--layer.qk_dim 16``.
         seed: draws the initial values and the order of the blocks.
         hidden_size: width of the residual stream.
         intermediate_size: width of the MLP.

@@ -1,7 +1,7 @@
 """The fused form: the series exp on PyTorch's fused kernels, with their speed and memory use.
 
 It computes the sums of equations 1, 5 and 6 (``reference.attention``) for every exp variant without
-a clamp, on a CPU or a GPU. docs/design.md explains the three identities that it uses.
+a clamp, on a CPU or a GPU. docs/numerics.md explains the three identities that it uses.
 """
 
 from __future__ import annotations
