@@ -133,14 +133,19 @@ def test_the_family_is_drawn_against_its_states(tmp_path: Path) -> None:
     paths = report_figure(figure, scale, tmp_path, (0, 1, 2))
     assert [path.name for path in paths[:2]] == ["family.png", "family.svg"]
     text = paths[1].read_text()
-    for words in ("Test loss against the state", "taylor:2", "final test loss", "95% intervals"):
+    for words in (
+        "Test loss against the size of the state",
+        "taylor:2",
+        "final test loss",
+        "95% intervals",
+    ):
         assert words in text
-    assert "keys and values, as many as tokens" in text
+    assert "keys and values of all tokens" in text
     assert "keys and values of a window" not in text  # no run has one
     table = pd.read_csv(tmp_path / "demo" / "family-stdlib" / "results.csv")
     assert list(table.state_kind) == ["cache", "state", "state"]
     page = paths[-1].read_text()
-    assert "Claims of this repository" in page
+    assert "Our own claims" in page
     assert set(finished_runs("demo", tmp_path)) == {("family", "stdlib")}
 
 

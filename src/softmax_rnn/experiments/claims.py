@@ -24,7 +24,7 @@ from softmax_rnn.training.metrics import loss_spikes
 
 Outcome = Literal["holds", "fails", "undecided", "not run"]
 # Whose claims: headings of the tables.
-PAPER, OWN = "The paper's claims", "Claims of this repository"
+PAPER, OWN = "The paper's claims", "Our own claims"
 # Margins of the checks, in nats per token.
 EQUAL, CLEAR, SLIGHT, NEAR = 0.03, 0.05, 0.1, 0.1
 CONFIDENCE = 0.95

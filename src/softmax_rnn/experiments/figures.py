@@ -1,4 +1,4 @@
-"""The paper's figures and one of this repository as data: what is trained side by side, and how."""
+"""The paper's figures and our own as data: which variants are trained side by side, and how."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A figure of the paper, or of this repository (``family``).
+    """A figure of the paper, or our own (``family``).
 
     Attributes:
         name: for example ``figure4``.

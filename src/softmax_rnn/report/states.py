@@ -23,7 +23,7 @@ _HEIGHT, _NAME = 270, 8  # of the axes and of a name, in points
 _MARKERS = {"state": "o", "cache": "o", "window": "s", "state and window": "s"}
 _KINDS = {
     "state": "state of a finite series",
-    "cache": "keys and values, as many as tokens",
+    "cache": "keys and values of all tokens",
     "window": "keys and values of a window",
     "state and window": "state, and keys and values of a window",
 }
@@ -48,14 +48,14 @@ def draw_states(runs: Sequence[RunFolder], title: str, stem: Path) -> list[Path]
         tokens = runs[0].config.block_size
         explain(
             figure,
-            f"{words} Right: what one layer keeps of {tokens:,} tokens, in float32; hollow: it "
-            "grows with the tokens.",
+            f"{words} Right: what one layer keeps after {tokens:,} tokens, in float32; if the "
+            "marker is hollow, it grows with the sequence.",
         )
         return save(figure, stem)
 
 
 def _losses(ax: Axes, runs: Sequence[RunFolder]) -> None:
-    """Draw the final test loss of each variant against the size of what a layer keeps."""
+    """Draw the final test loss of each variant against the bytes that a layer keeps."""
     grouped = by_variant(runs)
     looks = styles(grouped)
     memories = {name: layer_memory(next(iter(grouped[name].values())).config) for name in grouped}
@@ -89,7 +89,7 @@ def _losses(ax: Axes, runs: Sequence[RunFolder]) -> None:
     ax.xaxis.set_major_formatter("{x:g}")
     loss_axis(ax)
     ax.margins(x=0.25)  # for the names
-    ax.set_title("Test loss against the state")
+    ax.set_title("Test loss against the size of the state")
     ax.set_xlabel("KiB per layer and sequence (log scale)")
     kinds = {memory.kind for memory in memories.values()}
     ax.legend(handles=[_key(kind) for kind in _KINDS if kind in kinds], fontsize="x-small")
