@@ -91,7 +91,7 @@ def run_all(
 def _check(runs: Sequence[PlannedRun]) -> None:
     """Check every attention and corpus, and that no folder contains another run or one in progress.
 
-    So that an error comes at once, and not after the runs before it.
+    Otherwise an error would come only after the runs before it.
     """
     unfinished = {run.config.variant: run for run in runs if not run.folder.finished}
     for run in unfinished.values():

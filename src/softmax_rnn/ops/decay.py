@@ -1,4 +1,4 @@
-"""Decays: earlier keys fade by ``exp(G_t - G_s)``, where ``G`` is the running sum of a log decay.
+"""Decays: weights decay by ``exp(G_t - G_s)``, where ``G`` is the running sum of the log decays.
 
 Only exponents <= 0 are ever computed. ``exp(-G_s)`` alone would overflow.
 """

@@ -54,7 +54,10 @@ class Attention(LayerPart):
     - ``norm_weight``, ``norm_bias`` [head_dim]: of RMS and layer norms, shared by the heads.
     - ``coefficient_logit`` [H, N + 1]: learned coefficients are ``exp(logit) / n!``.
     - ``sink``, ``outside_logit`` [H]: the sink, and the logarithm of the outside scale.
-    - ``temperature_logit``, ``skip_weight`` [H], ``merged_norm_weight``: of the options.
+    - ``temperature_logit``, ``skip_weight`` [H], ``merged_norm_weight`` [H * head_dim]: of the
+      options ``temperature``, ``skip`` and ``merged_norm``.
+
+    Rotary positions are an argument of each call; without them, a layer has none.
 
     Args:
         hidden_size: width of the residual stream.
@@ -65,6 +68,15 @@ class Attention(LayerPart):
         bias: whether the four projections have a bias.
         options: :class:`LayerOptions`, or a mapping of some of its fields in place of those of the
             variant; by default the variant's.
+
+    Raises:
+        ValueError: for invalid sizes, an unknown variant or option, or options that do not fit the
+            spec.
+
+    Example:
+        >>> layer = Attention(256, 4, "taylor:2+decay", options={"qk_dim": 16})
+        >>> layer(torch.randn(2, 100, 256)).shape
+        torch.Size([2, 100, 256])
     """
 
     length_logit: nn.Parameter | None

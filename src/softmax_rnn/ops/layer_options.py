@@ -29,10 +29,12 @@ _FLAGS = ("rotary", "temperature", "gate_per_channel", "norm_weight", "skip", "m
 class LayerOptions:
     """The parts of :class:`softmax_rnn.Attention` around the operation, each independent.
 
+    ``docs/related-systems.md`` names the system that each part comes from.
+
     Attributes:
         qk_dim: width of queries and keys; ``None`` for the head dimension, which values have.
-        rotary: whether positions are rotary. Wherever decays show the order of tokens, they may be
-            left out.
+        rotary: whether rotary positions are applied to queries and keys. A decay shows the order
+            of tokens, too, so a layer with a decay can do without them.
         feature_map: a map of queries and keys before the operation, with parameters of its own:
             ``none``; ``cosine`` (unit vectors); ``hedgehog`` (softmax of a learned projection and
             of its negative); ``rebased`` (layer norm, then a learned affine map); ``performer`` and

@@ -1,4 +1,4 @@
-"""One call for every attention of the paper: feature map, form, denominator, gate, norm."""
+"""One call for every attention: feature map, form, denominator, gate, norm."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, State]:
     """The attention of ``spec``: ``o_t = norm(g_out[t] * N_t / D_t)``, ``N_t = sum w_ts g_in v``.
 
-    Equations 1 to 6 of the paper; :func:`softmax_rnn.ops.reference.attention` is the same in loops.
+    Equations 1 to 6 of the paper, and the systems of ``docs/related-systems.md``;
+    :func:`softmax_rnn.ops.reference.attention` is the same in loops.
 
     Args:
         q: queries [B, H, T, D].
@@ -104,8 +105,8 @@ def attention(
         length_power: [H], the exponent of the ``learned_length`` denominator.
         log_decay: <= 0: [Hkv] for the decay ``head``, [B, Hkv, S] for ``token``, [B, Hkv, S, D] for
             ``channel``. The state before key ``s`` is multiplied by ``exp(log_decay[s])``; hidden
-            keys decay nothing. Values below -1e4 count as -1e4, whose exponential is 0. Only with
-            ``causal``, as for every window.
+            keys decay nothing. Values below -1e4 count as -1e4, whose exponential is 0. Decays and
+            windows need ``causal``.
         coefficients: [H, N + 1], of a ``polynomial`` without coefficients of its own.
         sink: [H], for the denominator ``sum_plus_sink``.
         outside_scale: [H], the factor of the weights outside the window (``outside="series"``);

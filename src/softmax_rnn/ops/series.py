@@ -1,8 +1,8 @@
-"""Power series ``w(x) = sum_n a_n x^n``: the weight of every attention in the paper.
+"""Power series ``w(x) = sum_n a_n x^n``: the weight of every attention, apart from decays.
 
-The exponential, its Taylor polynomials and single powers share one class. The derivative of a
-series is again a series (for ``taylor`` N it is ``taylor`` N-1), so the forms need no other
-function for their backward pass.
+The exponential, its Taylor polynomials, single powers and other polynomials share one class. The
+derivative of a series is again a series (for ``taylor`` N it is ``taylor`` N-1), so the forms need
+no other function for their backward pass.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ class AttentionSpec:
 
     @property
     def causal_only(self) -> bool:
-        """Whether it depends on the positions of queries: with a decay or a window."""
+        """Whether it has a decay or a window, which depend on the positions of queries."""
         return self.decay != "none" or self.window is not None
 
     @property

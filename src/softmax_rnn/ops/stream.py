@@ -80,7 +80,7 @@ class Stream:
     ) -> Tensor:
         """The outputs of the next tokens; shapes as for ``attention``, any length.
 
-        The first token's ``log_decay`` fades the state.
+        The first token's ``log_decay`` multiplies the state of the calls before.
         """
         own = {"input_gate": input_gate, "output_gate": output_gate, "log_decay": log_decay}
         options: dict[str, Any] = {"mask": mask, "state": self.state, **own, **self._parameters}

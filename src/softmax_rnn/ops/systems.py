@@ -53,7 +53,7 @@ _RETENTION_LAYER = Layer(norm_weight=False, gate_activation="swish", gate_per_ch
 _FEATURES = Spec(series="power", order=1, scale=1.0)
 _POSITIVE_FEATURES = replace(_FEATURES, feature_map="relu")
 
-# A decay shows the order of tokens: the systems with `rotary=False` have no other positions.
+# The systems with `rotary=False` show the order of tokens by a decay or by cosFormer's map.
 SYSTEMS: dict[str, Variant] = {
     # Linear attention that forgets.
     "retnet": Variant(replace(_RETENTION, decay="head"), _RETENTION_LAYER),

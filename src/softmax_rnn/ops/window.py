@@ -51,7 +51,7 @@ def window_and_series(
         far = near.part(slice(q.shape[2]))
     inside, outside = _parts(spec, q.shape[-1])
     window_sums = compute(inside, q, near.k, near.v, mask=near.mask, log_decay=near.log_decay)
-    faded = None  # the log decay within the window, of every query
+    faded = None  # the decay over the window of each query
     if near.log_decay is not None:
         total = near.log_decay.cumsum(2)
         faded = (total - _shifted(total, spec.window)).to(compute_dtype(q.dtype)).exp()
@@ -84,7 +84,7 @@ class _Keys(NamedTuple):
     log_decay: Tensor | None
 
     def shifted(self, count: int) -> _Keys:
-        """As many keys, of which the first ``count`` are hidden ones before these."""
+        """These keys, ``count`` positions later; as many in all, the first ``count`` hidden."""
         keys = self.k.shape[2]
         mask = self.k.new_ones(1, 1, 1, keys, dtype=torch.bool) if self.mask is None else self.mask
         mask = _shifted(mask.expand(*mask.shape[:-1], keys).transpose(2, 3), count).transpose(2, 3)

@@ -40,7 +40,7 @@ class LayerMemory(NamedTuple):
 def layer_memory(config: RunConfig) -> LayerMemory:
     """What a layer of a run keeps.
 
-    Beside a cached key stands what its decay needs: one number per key, or one per channel.
+    With each key a cache holds its log decays: one number, or one per channel.
     """
     # Runs of one model share it, whatever they are trained on.
     return _layer_memory(json.dumps(replace(config, seed=0, corpus="").to_dict()))

@@ -119,7 +119,7 @@ def backward(
 ) -> Grads:
     """The gradients; ``dnew_state`` is that of the state after the chunk.
 
-    That of log decays follows from the others (``fading.position_grad``).
+    That of log decays follows from the others (``fading.log_decay_grad``).
     """
     fade, series = _factors(tables, queries, keys)
     reads = [] if queries is None or state is None else [times(queries.q, fade.queries)]

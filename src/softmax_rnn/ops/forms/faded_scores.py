@@ -1,4 +1,4 @@
-"""Scores within a chunk whose keys fade: pairs of positions with factors of at most 1.
+"""Decays within a chunk: factors of pairs of positions, and scores with a decay per channel.
 
 ``exp(G_t - G_s)`` of a query ``t`` and an earlier key ``s`` is the product of two factors, if a
 position ``m`` lies between them: ``exp(G_t - G_m) * exp(G_m - G_s)``. Neither exponent is positive.

@@ -3,7 +3,7 @@
 Let ``G_t`` be the sum of a chunk's log decays up to position ``t``. The state before the chunk is
 read by query ``t`` with the factor ``exp(G_t)``; key ``s`` is added to the next state with
 ``exp(G_end - G_s)``, beside the old state with ``exp(G_end)``; and query ``t`` reads key ``s`` with
-``exp(G_t - G_s)``. A decay per position multiplies sums and values by these factors. A decay per
+``exp(G_t - G_s)``. A decay per token multiplies sums and values by these factors. A decay per
 channel multiplies queries and keys, so that the state's monomials decay by the monomials of
 ``exp(G_end)``.
 """

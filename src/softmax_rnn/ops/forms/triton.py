@@ -3,7 +3,7 @@
 It computes the sums of ``reference.attention``, and so equations 1 to 6. Memory is linear in the
 length: in both passes scores and features stay on the chip. Only q, k, v are saved, the running
 sums of the log decays, and the row maxima if exp might overflow. With a window the time is linear,
-too. A decay does not skip tiles: only its values tell which pairs it fades to zero. The kernels are
+too. Decays skip no tiles, since only their values tell which weights are zero. The kernels are
 imported at the first call.
 """
 
