@@ -14,7 +14,7 @@ from softmax_rnn.ops.forms.row_sums import compute_dtype, first_visible, no_data
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec
 
-BLOCK = 128  # queries per block; fewer with a narrow window, of which each block sees more
+BLOCK = 128  # queries per block; fewer with a narrow window, to compute fewer hidden pairs
 _MIN_BLOCK = 32
 # Scores computed in one step, in elements. On a CPU they should fit its cache.
 _CPU_SCORES, _GPU_SCORES = 2**19, 2**27

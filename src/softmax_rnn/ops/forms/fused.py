@@ -1,7 +1,8 @@
 """The fused form: the series exp on PyTorch's fused kernels, with their speed and memory use.
 
 It computes the sums of equations 1, 5 and 6 (``reference.attention``) for every exp variant without
-a clamp, on a CPU or a GPU. docs/numerics.md explains the three identities that it uses.
+a clamp, on a CPU or a GPU; on a CPU also with slow decays. docs/numerics.md explains the identities
+that it uses.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from softmax_rnn.ops.spec import AttentionSpec
 
 _aten = torch.ops.aten
 MAX_WIDTH = 256  # of the flash kernels of a GPU
-# The sum of log decays up to which the kernels need not compute with denormal numbers, and scores
-# keep their precision.
+# Largest sum of a head's log decays, without its sign. With a larger one the kernels would compute
+# with denormal numbers, and scores would lose precision.
 MAX_FADING = 64.0
 
 
