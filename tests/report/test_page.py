@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from made_up import made_up
+from softmax_rnn.experiments.claims import OWN, PAPER
 from softmax_rnn.report.html import Section, page
 from softmax_rnn.report.table import results
 
@@ -22,7 +23,7 @@ VARIANTS = {"softmax": 1.5, "norm": 1.503, "taylor:4": 1.9}
 MANY = {f"taylor:{order}": 2.0 + 0.05 * order for order in range(9)}
 CLAIMS = [
     {
-        "source": "The paper's claims",
+        "source": source,
         "claim": number,
         "text": text,
         "verdict": verdict,
@@ -33,10 +34,11 @@ CLAIMS = [
         "seeds": 2,
         "found": found,
     }
-    for number, text, verdict, found in [
-        (1, "Norm's loss equals softmax's.", "holds", "+0.0030 [+0.0020, +0.0040]"),
-        (2, "Gate is slightly worse.", "undecided", "+0.0030"),
-        (7, "Detaching hurts.", "not run", ""),
+    for source, number, text, verdict, found in [
+        (PAPER, 1, "Norm's loss equals softmax's.", "holds", "+0.0030 [+0.0020, +0.0040]"),
+        (PAPER, 2, "Gate is slightly worse.", "undecided", "+0.0030"),
+        (PAPER, 7, "Detaching hurts.", "not run", ""),
+        (OWN, 1, "Decays help.", "not run", ""),
     ]
 ]
 
@@ -243,6 +245,7 @@ def test_claims_come_first_and_links_lead_to_the_runs(opened: Page, written: Pat
     assert "\tundecided: one seed\t+0.0030\t" in rows[1]
     shown = opened.locator("section").first.inner_text()
     assert "The paper's claims without finished runs on this page: 7." in shown
+    assert OWN not in shown  # no claim of this kind has runs here
     links = opened.eval_on_selector_all("details a", "all => all.map(a => a.href)")
     assert len(links) == 9 + len(MANY) + 2
     base = (written.parent.parent / "base-web").as_uri()
