@@ -26,7 +26,7 @@ from softmax_rnn.ops.cost import chunk_length, heads_per_step, sizes_of
 from softmax_rnn.ops.forms import chunk_step
 from softmax_rnn.ops.forms.chunk_tables import make_tables
 from softmax_rnn.ops.forms.columns import Columns, from_columns, to_columns
-from softmax_rnn.ops.forms.fading import log_decay_grad
+from softmax_rnn.ops.forms.fading import position_grads
 from softmax_rnn.ops.forms.first_order import first_order
 from softmax_rnn.ops.forms.row_sums import RowSums, no_data, without_autocast
 from softmax_rnn.ops.monomials import degrees, state_rows
@@ -180,7 +180,7 @@ def _grads(*arguments: Any) -> tuple[Tensor, ...]:
     if sums is not None:
         assert outputs.log_decay is not None
         changes = sums, dsums, last_state, dlast_state
-        outputs.log_decay.copy_(log_decay_grad(plan.spec, inputs, outputs, *changes))
+        outputs.log_decay.copy_(position_grads(plan.spec, inputs, outputs, *changes))
     return created
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from softmax_rnn.ops.cost import FEATURES
+from softmax_rnn.ops.decay import fade_, log_decay_grad
 from softmax_rnn.ops.forms.chunk_tables import Tables
 from softmax_rnn.ops.forms.columns import Columns
-from softmax_rnn.ops.forms.faded_scores import faded, pair_factors
 from softmax_rnn.ops.monomials import degrees, monomials, monomials_backward
 from softmax_rnn.ops.spec import AttentionSpec
 
@@ -54,12 +54,14 @@ def fading(tables: Tables, log_decay: Tensor | None, groups: int) -> Fading:
         return NO_FADING
     total, dtype = log_decay.cumsum(-1), tables.weights.dtype
     exponents = torch.cat([total, total[..., -1:] - total], dim=2)
-    read, added = faded(exponents, dtype).chunk(2, dim=2)
+    read, added = fade_(exponents.to(dtype)).chunk(2, dim=2)
     kept, read = read[..., -1:], read.repeat(1, 1, groups)
     if tables.channels:
         kept = monomials(kept, tables.degree, tables.gathers)[:, tables.unused :].mT
         return Fading(queries=read, keys=added, state=kept, total=total)
-    pairs = pair_factors(total.squeeze(1), dtype) if total.shape[2] > 1 else None
+    pairs = None
+    if total.shape[2] > 1:
+        pairs = fade_((total - total.mT).to(dtype)).triu_()
     return Fading(sums=read, values=added, state=kept, pairs=pairs)
 
 
@@ -68,7 +70,7 @@ def times(x: Tensor, factor: Tensor | None) -> Tensor:
     return x if factor is None else x * factor
 
 
-def log_decay_grad(
+def position_grads(
     spec: AttentionSpec,
     inputs: Columns,
     grads: Columns,
@@ -77,7 +79,7 @@ def log_decay_grad(
     state: Tensor,
     dstate: Tensor | None,
 ) -> Tensor:
-    """:func:`_log_decay_grad`, by as many heads as fit the cache with their products."""
+    """:func:`_position_grads`, by as many heads as fit the cache with their products."""
     assert inputs.log_decay is not None
     count = max(1, FEATURES["cpu"] // max(1, inputs.values[0].numel()))
     parts = []
@@ -85,11 +87,11 @@ def log_decay_grad(
         heads = slice(start, start + count)
         ends = None if dstate is None else (state[heads], dstate[heads])
         given = inputs.of(heads), grads.of(heads), sums[heads], dsums[heads]
-        parts.append(_log_decay_grad(spec, *given, ends))
+        parts.append(_position_grads(spec, *given, ends))
     return torch.cat(parts) if parts else torch.zeros_like(inputs.log_decay)
 
 
-def _log_decay_grad(
+def _position_grads(
     spec: AttentionSpec,
     inputs: Columns,
     grads: Columns,
