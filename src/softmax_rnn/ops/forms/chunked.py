@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from softmax_rnn.ops.cost import chunk_length, heads_per_step, sizes_of
+from softmax_rnn.ops.cost import FEATURES, chunk_length, heads_per_step, sizes_of
 from softmax_rnn.ops.forms import chunk_step
 from softmax_rnn.ops.forms.chunk_tables import make_tables
-from softmax_rnn.ops.forms.columns import Columns, from_columns, own_terms, to_columns
+from softmax_rnn.ops.forms.columns import Columns, from_columns, to_columns, with_own_terms
 from softmax_rnn.ops.forms.fading import decay_grad
 from softmax_rnn.ops.forms.first_order import first_order
 from softmax_rnn.ops.forms.row_sums import RowSums, no_data, without_autocast
@@ -67,8 +67,8 @@ def chunked(
     # The operator is used only where it is needed: its overhead is large for a single token.
     compute = _sums if differentiable or no_data(q) else _compute_sums
     sums, last_state, noise, _ = compute(*inputs, *plan)
-    if log_decay is not None:
-        sums = sums + own_terms(plan.spec, Columns(*inputs))
+    if spec.decay == "channel":  # beside its products this costs little, but not beside a token's
+        sums = with_own_terms(sums, plan.spec, Columns(*inputs))
     last = last_state if keep_state else None
     return from_columns(sums, spec, k, last, noise if noisy else None)
 
@@ -178,13 +178,15 @@ def _grads(*arguments: Any) -> tuple[Tensor, ...]:
         dsums = inputs.values.new_zeros(*inputs.values.shape[:2], *inputs.queries.shape[2:])
     for heads, chunks in _by_heads(plan, inputs):
         found = None if dlast_state is None else dlast_state[heads]
-        grads = outputs.of(heads)
-        chunks.grads(dsums[heads], found, list(kept[:, heads]), grads)
-        if sums is not None:
-            assert grads.log_decay is not None
-            ends = None if found is None else (last_state[heads], found)
-            given = inputs.of(heads), grads, sums[heads], dsums[heads], ends
-            grads.log_decay.copy_(decay_grad(plan.spec, *given))
+        chunks.grads(dsums[heads], found, list(kept[:, heads]), outputs.of(heads))
+    if sums is not None:
+        assert outputs.log_decay is not None
+        count = max(1, FEATURES["cpu"] // max(1, inputs.values[0].numel()))  # that fit the cache
+        for start in range(0, len(sums), count):
+            heads = slice(start, start + count)
+            ends = None if dlast_state is None else (last_state[heads], dlast_state[heads])
+            given = inputs.of(heads), outputs.of(heads), sums[heads], dsums[heads], ends
+            outputs.log_decay[heads] = decay_grad(plan.spec, *given)
     return created
 
 

@@ -85,14 +85,14 @@ def _balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q / ratio.view(-1, 1, 1, 1), k * ratio.view(-1, 1, 1)
 
 
-def own_terms(spec: AttentionSpec, inputs: Columns) -> Tensor:
-    """What each query's own key adds to its sums, [N, C, G, T]; it does not fade."""
+def with_own_terms(sums: Tensor, spec: AttentionSpec, inputs: Columns) -> Tensor:
+    """The sums [N, C, G, T] of earlier keys and the query's own key, which does not fade."""
     q, coefficients = inputs.queries, inputs.coefficients
     k, v = (x[..., x.shape[-1] - q.shape[-1] :].unsqueeze(2) for x in (inputs.keys, inputs.values))
     if coefficients is not None:
         coefficients = coefficients.unsqueeze(2)
     weights = PowerSeries.from_spec(spec, coefficients)((q * k).sum(1))
-    return weights.unsqueeze(1) * v
+    return torch.addcmul(sums, weights.unsqueeze(1), v)
 
 
 def from_columns(

@@ -7,9 +7,9 @@ read by query ``t`` with the factor ``exp(G_t)``; key ``s`` is added to the next
 channel multiplies queries and keys, so that the state's monomials decay by the monomials of
 ``exp(G_end)``.
 
-A query's own key does not fade. Its part of the sums would be the largest part of what ``G_t``
-receives as a query and as a key, which cancels there: so the chunks leave it out, and ``own_terms``
-adds it.
+A query's own key does not fade. With a decay per channel the chunks leave it out, and
+``with_own_terms`` adds it: otherwise it would be the largest part of what ``G_t`` receives as a
+query and as a key, where it cancels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Fading(NamedTuple):
         sums: of what queries read from the state, [N, 1, G * L].
         values: of value channels that are added to the state, [N, 1, L].
         state: of the state before the chunk, [N, 1, rows] or [N, 1, 1].
-        pairs: of the weights within the chunk, [N or 1, L, L]; 0 for keys that are not earlier.
+        pairs: of the weights within the chunk, [N or 1, L, L]; 0 for later keys.
         total: ``G`` per channel, [N, D, L], for the scores within the chunk.
     """
 
@@ -63,7 +63,7 @@ def fading(tables: Tables, log_decay: Tensor | None, groups: int) -> Fading:
         kept = monomials(kept, tables.degree, tables.gathers)[:, tables.unused :].mT
         earlier = tables.future[: total.shape[2], : total.shape[2]].T.unsqueeze(0)
         return Fading(queries=read, keys=added, state=kept, pairs=earlier, total=total)
-    pairs = fade_((total - total.mT).to(dtype)).triu_(1)
+    pairs = fade_((total - total.mT).to(dtype)).triu_() if total.shape[2] > 1 else None
     return Fading(sums=read, values=added, state=kept, pairs=pairs)
 
 
