@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from softmax_rnn.ops.decay import fade_, log_decay_grad
 from softmax_rnn.ops.forms.blocks import Blocks, Step
-from softmax_rnn.ops.forms.exponential import exp_
 from softmax_rnn.ops.forms.first_order import first_order
 from softmax_rnn.ops.forms.row_sums import RowSums, without_autocast
 from softmax_rnn.ops.series import PowerSeries
@@ -50,7 +50,7 @@ def _argument(
     if not blocks.spec.shifted:
         if fading is None:
             return scores, None, None
-        return scores, exp_(fading), None
+        return scores, fade_(fading), None
     if fading is not None:
         scores.add_(fading)
     blocks.hide(scores, step, -torch.inf)
@@ -65,7 +65,7 @@ def _weighed(
 ) -> Tensor:
     """The series at ``x`` times its factor; 0 for hidden keys. It may overwrite ``x``."""
     if blocks.spec.shifted:  # hidden keys are at -inf
-        return exp_(x)
+        return fade_(x)
     weights = series(x)
     if factor is not None:
         weights.mul_(factor)
@@ -127,7 +127,10 @@ class _BlockedSums(torch.autograd.Function):
         grad_sum = None if grad_sum is None else blocks.grouped(grad_sum.unsqueeze(-1))
         inputs = (blocks.q, blocks.k, blocks.v)
         dq, dk, dv = (torch.zeros_like(x, dtype=blocks.dtype) for x in inputs)
-        dtotal = None if blocks.total is None else torch.zeros_like(blocks.total)
+        by_query = by_key = dlog_decay = None
+        if blocks.total is not None:
+            by_key = torch.zeros_like(blocks.total)
+            by_query = torch.zeros_like(by_key[:, blocks.copies + blocks.past :])
         dcoefficients: Tensor | None = None
         if blocks.coefficients is not None:
             dcoefficients = torch.zeros_like(blocks.coefficients)
@@ -151,9 +154,9 @@ class _BlockedSums(torch.autograd.Function):
             # The derivative of exp is exp itself.
             slopes = weights if slope is series else _weighed(blocks, slope, x, factor, step)
             dscores = slopes.mul_(dweights)
-            if dtotal is not None and not blocks.by_channel:
+            if by_query is not None and by_key is not None and not blocks.by_channel:
                 changes = dscores if slope is series else weights.mul_(dweights)
-                _add_fading(blocks, dtotal, step, changes)
+                _add_fading(blocks, by_query, by_key, step, changes)
             if clamped is not None:
                 dscores.masked_fill_(clamped, 0.0)
             dq[step.rows], dkeys = blocks.gradients(dscores, step)
@@ -163,19 +166,19 @@ class _BlockedSums(torch.autograd.Function):
                     dweights.mul_(factor)
                 into = dcoefficients[step.heads]
                 _add_coefficients(into, x, blocks.hide(dweights, step, 0.0))
-        if dtotal is not None:
+        if by_query is not None and by_key is not None:
             if blocks.by_channel:
-                dtotal -= blocks.k * dk
-                dtotal[:, blocks.copies + blocks.past :] += (blocks.q * dq).sum(1)
-            # G is the running sum of the log decays.
-            dtotal = blocks.without_copies(dtotal).flip(2).cumsum(2).flip(2)
+                by_query += (blocks.q * dq).sum(1)
+                by_key += blocks.k * dk
+            by_query = by_query.unflatten(0, (len(q), -1))
+            dlog_decay = log_decay_grad(by_query, blocks.without_copies(by_key))
         dq = dq.view_as(q).to(q.dtype)
         dk = blocks.without_copies(dk).to(k.dtype)
         dv = blocks.without_copies(dv).to(v.dtype)
         if dcoefficients is not None:
             dcoefficients = dcoefficients.unflatten(0, (len(q), -1)).sum(0).view_as(coefficients)
             dcoefficients = dcoefficients.to(coefficients.dtype)
-        return dq, dk, dv, dtotal, dcoefficients, None, None, None
+        return dq, dk, dv, dlog_decay, dcoefficients, None, None, None
 
 
 def _add_coefficients(total: Tensor, x: Tensor, dweights: Tensor) -> None:
@@ -186,14 +189,15 @@ def _add_coefficients(total: Tensor, x: Tensor, dweights: Tensor) -> None:
         total[..., n] += dweights.sum((-2, -1), keepdim=True)
 
 
-def _add_fading(blocks: Blocks, dtotal: Tensor, step: Step, changes: Tensor) -> None:
-    """Add the gradient of ``G``, from those of ``G_t - G_s`` [heads, G, rows, keys]."""
+def _add_fading(
+    blocks: Blocks, by_query: Tensor, by_key: Tensor, step: Step, changes: Tensor
+) -> None:
+    """Add the gradients of ``G_t`` and ``-G_s``, from those of ``G_t - G_s`` [h, G, rows, keys]."""
     rows = step.stop - step.start
     # G_t - G_t = 0 has no gradient. As the difference of two sums it would be mostly rounding.
     own = changes[..., changes.shape[-1] - rows :].diagonal(dim1=-2, dim2=-1)
     kept = own.clone()
     own.zero_()
-    begin = blocks.copies + blocks.past + step.start
-    dtotal[step.heads, begin : begin + rows] += changes.sum(-1).sum(1)
-    blocks.add(dtotal, step, -changes.sum((1, 2)))
+    by_query[step.heads, step.start : step.stop] += changes.sum(-1).sum(1)
+    blocks.add(by_key, step, changes.sum((1, 2)))
     own.copy_(kept)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from softmax_rnn.ops.decay import FLOOR
 from softmax_rnn.ops.forms.channel_scores import channel_gradients, channel_scores
-from softmax_rnn.ops.forms.exponential import FLOOR
 from softmax_rnn.ops.forms.row_sums import compute_dtype, first_visible, no_data
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from softmax_rnn.ops.forms.channel_scores import channel_gradients, channel_scores
 from softmax_rnn.ops.forms.chunk_tables import Tables
-from softmax_rnn.ops.forms.faded_scores import faded_scores, faded_scores_backward
 from softmax_rnn.ops.forms.fading import NO_FADING, Fading, fading, times
 from softmax_rnn.ops.monomials import monomials, monomials_backward
 from softmax_rnn.ops.series import PowerSeries
@@ -119,7 +119,7 @@ def backward(
 ) -> Grads:
     """The gradients; ``dnew_state`` is that of the state after the chunk.
 
-    That of log decays follows from the others (``fading.log_decay_grad``).
+    That of log decays follows from the others (``fading.decay_grad``).
     """
     fade, series = _factors(tables, queries, keys)
     reads = [] if queries is None or state is None else [times(queries.q, fade.queries)]
@@ -163,7 +163,10 @@ def backward(
         if fade.total is None:
             dk, dq = _plus(dk, q, dscores.mT), _plus(dq, k, dscores)
         else:
-            within = faded_scores_backward(q, k, fade.total, dscores)
+            by_position = _by_position(q, k, fade.total)
+            dx = dscores.unflatten(2, (-1, k.shape[2])).movedim(1, 3)
+            dq_own, dk_own = channel_gradients(dx, *by_position)
+            within = dq_own.movedim(3, 1).flatten(2), dk_own.mT
             dq, dk = (x if y is None else x + y for x, y in zip(within, (dq, dk), strict=True))
     return Grads(dq, dk, dv, dstate, dcoefficients)
 
@@ -274,10 +277,16 @@ def _joined(columns: list[Tensor]) -> Tensor:
 def _scores(tables: Tables, fade: Fading, k: Tensor, q: Tensor) -> Tensor:
     """The scores of a chunk, [N, L, G * L]: a row per key."""
     if fade.total is not None:
-        return faded_scores(q, k, fade.total)
+        scores = channel_scores(*_by_position(q, k, fade.total))
+        return scores.movedim(3, 1).flatten(2).contiguous()
     scores = k.mT @ q
     # Those of later keys may overflow in the series, and infinity times the factor 0 is NaN.
     return scores if fade.pairs is None else _hide_future(tables, NO_FADING, scores)
+
+
+def _by_position(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [N, G, L, D], keys [N, L, D] and sums [N, L, D], a row per position."""
+    return q.unflatten(2, (-1, k.shape[2])).movedim(1, 3), k.mT.contiguous(), total.mT.contiguous()
 
 
 def _hide_future(tables: Tables, fade: Fading, weights: Tensor) -> Tensor:

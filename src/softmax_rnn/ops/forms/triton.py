@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from softmax_rnn.ops.compiler import uncompiled
+from softmax_rnn.ops.decay import log_decay_grad
 from softmax_rnn.ops.forms.first_order import first_order
 from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, first_visible
 from softmax_rnn.ops.series import PowerSeries
@@ -146,7 +147,9 @@ class _TritonSums(torch.autograd.Function):
         _launch("key_grads", inputs, (*given, dk, dv, by_key), (grad, dk, dv), *ctx.options)
         log_decay = coefficients = None
         if by_query is not None and by_key is not None:
-            log_decay = _log_decay_grad(by_query, by_key)
+            # Sums over the same weights: of products of rounded sums, less would cancel.
+            by_group = by_query.double().unflatten(1, (k.shape[1], -1)).sum(2)
+            log_decay = log_decay_grad(by_group, by_key.double())
         if dlearned is not None:
             coefficients = dlearned.sum((0, 2)).to(ctx.coefficients_dtype)
         return dq, dk, dv, log_decay, coefficients, None, None, None
@@ -157,20 +160,6 @@ def _running_sums(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
     total = log_decay.cumsum(2)
     rounded = total.to(dtype)
     return torch.stack([rounded, (total - rounded).to(dtype)], -1)
-
-
-def _log_decay_grad(by_query: Tensor, by_key: Tensor) -> Tensor:
-    """The gradient of the log decays, [B, Hkv, S] in float64.
-
-    From the sums of ``w * dw`` over the pairs of each query [B, H, T] and of each key [B, Hkv, S].
-    Both contain the pairs that a log decay does not fade, which cancel only if both are computed
-    from the same weights. So the kernels sum them, instead of products of rounded sums.
-    """
-    running = by_key.double().neg()
-    queries, kv_heads = by_query.shape[2], by_key.shape[1]
-    by_group = by_query.double().unflatten(1, (kv_heads, -1)).sum(2)
-    running[:, :, running.shape[2] - queries :] += by_group
-    return running.flip(2).cumsum(2).flip(2)
 
 
 def _global_span(spec: AttentionSpec, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -203,9 +192,7 @@ def _launch(
     kv_heads, keys, value_width = v.shape[1:]
     block_d, block_e = (max(16, 1 << (size - 1).bit_length()) for size in (width, value_width))
     precision, factor_bytes = _products(v.dtype)
-    series = PowerSeries.from_spec(spec)
-    if spec.learned_coefficients:
-        series = PowerSeries((1.0,) * (1 + (spec.order or 0)))  # factors of the learned ones
+    series = PowerSeries.known_part(spec)
     window = spec.hiding_window
     if window is not None and window >= keys:  # it hides nothing
         window = None
