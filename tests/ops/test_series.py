@@ -209,3 +209,11 @@ def test_a_fit_is_a_series() -> None:
 def test_a_fit_that_is_not_possible(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit_series(**arguments)
+
+
+def test_learned_coefficients_are_needed() -> None:
+    """Not exp in their place."""
+    spec = AttentionSpec(series="polynomial", order=2)
+    with pytest.raises(AssertionError, match="Learned coefficients"):
+        PowerSeries.from_spec(spec)
+    assert PowerSeries.known_part(spec).coefficients == (1.0, 1.0, 1.0)

@@ -187,9 +187,9 @@ def row_weights(
     Learned coefficients ``a_n``, which differ between heads, count as 1.
     """
     first, last = degrees(spec)
-    coefficients = PowerSeries.from_spec(spec).coefficients or (1.0,) * (last + 1)
+    coefficients = PowerSeries.known_part(spec).coefficients
     sizes = [dimension(width, n) for n in range(last + 1)]
-    weights = multiplicities(width, last) * np.repeat(np.array(coefficients), sizes)
+    weights = multiplicities(width, last) * np.repeat(np.array(coefficients, dtype=float), sizes)
     return torch.tensor(weights[sum(sizes[:first]) :], dtype=dtype, device=device)
 
 

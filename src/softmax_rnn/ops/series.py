@@ -40,6 +40,7 @@ class PowerSeries(NamedTuple):
         """
         if coefficients is not None:
             return cls(coefficients.unbind(-1))
+        assert not spec.learned_coefficients, "Learned coefficients are an argument."
         if spec.series == "exp":
             return cls(None)
         if spec.series == "polynomial":
@@ -48,6 +49,13 @@ class PowerSeries(NamedTuple):
         if spec.series == "power":
             return cls((0.0,) * spec.order + (1.0,))
         return cls(tuple(1 / math.factorial(n) for n in range(spec.order + 1)))
+
+    @classmethod
+    def known_part(cls, spec: AttentionSpec) -> PowerSeries:
+        """The weight series of a spec, where learned coefficients, factors of it, count as 1."""
+        if spec.learned_coefficients:
+            return cls((1.0,) * (1 + (spec.order or 0)))
+        return cls.from_spec(spec)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``w(x)``, element by element (Horner's rule for a finite series)."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from cases import WIDENED, Case, Shape, assert_close, make_case
-from softmax_rnn.ops.decay import per_key_decay
+from softmax_rnn.ops.decay import FLOOR, per_key_decay
 from softmax_rnn.ops.forms.blocks import BLOCK, Blocks, Step
 
 LONG = Shape(1, 4, 2, 900, 930, 8, 6)
@@ -58,7 +58,7 @@ def test_skipped_keys_have_no_weight(name: str, dtype: torch.dtype) -> None:
     exponents = exponents.masked_fill(later, -torch.inf)
     if case.spec.series == "exp":
         exponents = exponents - exponents.amax(-1, keepdim=True)
-    needed = exponents > {torch.float32: -80.0, torch.float64: -700.0}[dtype]
+    needed = exponents > FLOOR[dtype]
     skipped = 0
     for step in blocks_of(case, dtype):
         rows = needed[0].unflatten(0, (2, 2))[step.rows]

@@ -142,7 +142,8 @@ def test_decays_and_polynomials_in_pieces(name: str, speed: float) -> None:
         expected = case.run(sr.attention, form="dense")
         for form in ("chunked", "recurrent")[: 1 + (shape.queries < 100)]:
             # The gradient of a fast decay is small beside the products that it is a difference of.
-            rounding = 2e-4 if speed < 1 else 2e-2
+            cancels = speed > 1 and WIDENED[name].decay != "channel"
+            rounding = 2e-2 if cancels else 2e-4
             for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, rounding)):
                 note = f"{form} {speed} {shape}"
                 assert_close(case.run(sr.attention, dtype, form=form), expected, tolerance, note)

@@ -119,7 +119,7 @@ def backward(
 ) -> Grads:
     """The gradients; ``dnew_state`` is that of the state after the chunk.
 
-    That of log decays follows from the others (``fading.position_grad``).
+    That of log decays follows from the others (``fading.decay_grad``).
     """
     fade, series = _factors(tables, queries, keys)
     reads = [] if queries is None or state is None else [times(queries.q, fade.queries)]
@@ -277,7 +277,8 @@ def _joined(columns: list[Tensor]) -> Tensor:
 def _scores(tables: Tables, fade: Fading, k: Tensor, q: Tensor) -> Tensor:
     """The scores of a chunk, [N, L, G * L]: a row per key."""
     if fade.total is not None:
-        return channel_scores(*_by_position(q, k, fade.total)).movedim(3, 1).flatten(2)
+        scores = channel_scores(*_by_position(q, k, fade.total))
+        return scores.movedim(3, 1).flatten(2).contiguous()
     scores = k.mT @ q
     # Those of later keys may overflow in the series, and infinity times the factor 0 is NaN.
     return scores if fade.pairs is None else _hide_future(tables, NO_FADING, scores)

@@ -24,10 +24,10 @@ from softmax_rnn.ops.spec import AttentionSpec
 class Tables(NamedTuple):
     """Constants that all chunks of a call share.
 
-    With learned coefficients, roots and weights are those of coefficients of one.
+    With learned coefficients, series, roots and weights are those of coefficients of one.
     """
 
-    series: PowerSeries  # without meaning for learned coefficients
+    series: PowerSeries
     channels: bool  # whether channels of scores decay, rather than weights
     first: int  # the lowest power
     degree: int  # the highest
@@ -51,9 +51,8 @@ def make_tables(
     compiled: bool,
 ) -> Tables:
     """The tables of a spec, for a key width and a chunk length."""
-    series, (first, degree) = PowerSeries.from_spec(spec), degrees(spec)
-    numbers = series.coefficients or (1.0,) * (degree + 1)
-    coefficients = [float(a) for a in numbers]
+    series, (first, degree) = PowerSeries.known_part(spec), degrees(spec)
+    coefficients = [float(a) for a in series.coefficients or ()]
     sizes = [dimension(width, n) for n in range(first, degree + 1)]
     with torch.inference_mode(False):
         weights = row_weights(spec, width, dtype, device)

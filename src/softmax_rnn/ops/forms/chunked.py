@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from softmax_rnn.ops.cost import chunk_length, heads_per_step, sizes_of
+from softmax_rnn.ops.cost import FEATURES, chunk_length, heads_per_step, sizes_of
 from softmax_rnn.ops.forms import chunk_step
 from softmax_rnn.ops.forms.chunk_tables import make_tables
-from softmax_rnn.ops.forms.columns import Columns, from_columns, to_columns
-from softmax_rnn.ops.forms.fading import position_grads
+from softmax_rnn.ops.forms.columns import Columns, from_columns, to_columns, with_own_terms
+from softmax_rnn.ops.forms.fading import decay_grad
 from softmax_rnn.ops.forms.first_order import first_order
 from softmax_rnn.ops.forms.row_sums import RowSums, no_data, without_autocast
 from softmax_rnn.ops.monomials import degrees, state_rows
@@ -67,6 +67,8 @@ def chunked(
     # The operator is used only where it is needed: its overhead is large for a single token.
     compute = _sums if differentiable or no_data(q) else _compute_sums
     sums, last_state, noise, _ = compute(*inputs, *plan)
+    if spec.decay == "channel":  # beside its products this costs little, but not beside a token's
+        sums = with_own_terms(sums, plan.spec, Columns(*inputs))
     last = last_state if keep_state else None
     return from_columns(sums, spec, k, last, noise if noisy else None)
 
@@ -179,8 +181,12 @@ def _grads(*arguments: Any) -> tuple[Tensor, ...]:
         chunks.grads(dsums[heads], found, list(kept[:, heads]), outputs.of(heads))
     if sums is not None:
         assert outputs.log_decay is not None
-        changes = sums, dsums, last_state, dlast_state
-        outputs.log_decay.copy_(position_grads(plan.spec, inputs, outputs, *changes))
+        count = max(1, FEATURES["cpu"] // max(1, inputs.values[0].numel()))  # that fit the cache
+        for start in range(0, len(sums), count):
+            heads = slice(start, start + count)
+            ends = None if dlast_state is None else (last_state[heads], dlast_state[heads])
+            given = inputs.of(heads), outputs.of(heads), sums[heads], dsums[heads], ends
+            outputs.log_decay[heads] = decay_grad(plan.spec, *given)
     return created
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype
+from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec
 
 
@@ -82,6 +83,16 @@ def _balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     exponent = ((largest[0].log2() - largest[1].log2()) / 2).round()
     ratio = torch.where(exponent.isfinite(), exponent, 0.0).exp2()
     return q / ratio.view(-1, 1, 1, 1), k * ratio.view(-1, 1, 1)
+
+
+def with_own_terms(sums: Tensor, spec: AttentionSpec, inputs: Columns) -> Tensor:
+    """The sums [N, C, G, T] of earlier keys and the query's own key, which does not fade."""
+    q, coefficients = inputs.queries, inputs.coefficients
+    k, v = (x[..., x.shape[-1] - q.shape[-1] :].unsqueeze(2) for x in (inputs.keys, inputs.values))
+    if coefficients is not None:
+        coefficients = coefficients.unsqueeze(2)
+    weights = PowerSeries.from_spec(spec, coefficients)((q * k).sum(1))
+    return torch.addcmul(sums, weights.unsqueeze(1), v)
 
 
 def from_columns(

@@ -6,6 +6,10 @@ read by query ``t`` with the factor ``exp(G_t)``; key ``s`` is added to the next
 ``exp(G_t - G_s)``. A decay per position multiplies sums and values by these factors. A decay per
 channel multiplies queries and keys, so that the state's monomials decay by the monomials of
 ``exp(G_end)``.
+
+A query's own key does not fade. With a decay per channel the chunks leave it out, and
+``with_own_terms`` adds it: otherwise it would be the largest part of what ``G_t`` receives as a
+query and as a key, where it cancels.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from softmax_rnn.ops.cost import FEATURES
 from softmax_rnn.ops.decay import fade_, log_decay_grad
 from softmax_rnn.ops.forms.chunk_tables import Tables
 from softmax_rnn.ops.forms.columns import Columns
@@ -32,7 +35,7 @@ class Fading(NamedTuple):
         sums: of what queries read from the state, [N, 1, G * L].
         values: of value channels that are added to the state, [N, 1, L].
         state: of the state before the chunk, [N, 1, rows] or [N, 1, 1].
-        pairs: of the weights within the chunk, [N, L, L], 0 for later keys.
+        pairs: of the weights within the chunk, [N or 1, L, L]; 0 for later keys.
         total: ``G`` per channel, [N, D, L], for the scores within the chunk.
     """
 
@@ -58,10 +61,9 @@ def fading(tables: Tables, log_decay: Tensor | None, groups: int) -> Fading:
     kept, read = read[..., -1:], read.repeat(1, 1, groups)
     if tables.channels:
         kept = monomials(kept, tables.degree, tables.gathers)[:, tables.unused :].mT
-        return Fading(queries=read, keys=added, state=kept, total=total)
-    pairs = None
-    if total.shape[2] > 1:
-        pairs = fade_((total - total.mT).to(dtype)).triu_()
+        earlier = tables.future[: total.shape[2], : total.shape[2]].T.unsqueeze(0)
+        return Fading(queries=read, keys=added, state=kept, pairs=earlier, total=total)
+    pairs = fade_((total - total.mT).to(dtype)).triu_() if total.shape[2] > 1 else None
     return Fading(sums=read, values=added, state=kept, pairs=pairs)
 
 
@@ -70,28 +72,7 @@ def times(x: Tensor, factor: Tensor | None) -> Tensor:
     return x if factor is None else x * factor
 
 
-def position_grads(
-    spec: AttentionSpec,
-    inputs: Columns,
-    grads: Columns,
-    sums: Tensor,
-    dsums: Tensor,
-    state: Tensor,
-    dstate: Tensor | None,
-) -> Tensor:
-    """:func:`_position_grads`, by as many heads as fit the cache with their products."""
-    assert inputs.log_decay is not None
-    count = max(1, FEATURES["cpu"] // max(1, inputs.values[0].numel()))
-    parts = []
-    for start in range(0, len(sums), count):
-        heads = slice(start, start + count)
-        ends = None if dstate is None else (state[heads], dstate[heads])
-        given = inputs.of(heads), grads.of(heads), sums[heads], dsums[heads]
-        parts.append(_position_grads(spec, *given, ends))
-    return torch.cat(parts) if parts else torch.zeros_like(inputs.log_decay)
-
-
-def _position_grads(
+def decay_grad(
     spec: AttentionSpec,
     inputs: Columns,
     grads: Columns,
@@ -102,24 +83,23 @@ def _position_grads(
     """The gradient of log decays, as ``inputs.log_decay``, from the other gradients.
 
     ``G_t`` scales the sums of query ``t`` or the query itself, ``-G_s`` the value channels of key
-    ``s`` or the key itself, and the last ``G`` the ``state`` after all keys: each monomial as often
-    as the channel is a factor of it. A log decay is a part of all later ``G``.
+    ``s`` or the key itself, and the last ``G`` the state after all keys: each monomial as often as
+    the channel is a factor of it. ``ends`` are this state and its gradient.
     """
     assert inputs.log_decay is not None
     dtype = inputs.log_decay.dtype
     end = None if ends is None else (ends[0] * ends[1]).sum(1, keepdim=True, dtype=dtype)
     if spec.decay == "channel":
-        total = -(inputs.keys * grads.keys).to(dtype)
-        read = (inputs.queries * grads.queries).sum(2, dtype=dtype)
-        end = None if end is None else _by_channel(end.mT, spec, total.shape[1])
+        by_query = (inputs.queries * grads.queries).sum(2, dtype=dtype)
+        by_key = (inputs.keys * grads.keys).to(dtype)
+        end = None if end is None else _by_channel(end.mT, spec, by_key.shape[1])
     else:
-        total = -(inputs.values * grads.values).sum(1, keepdim=True, dtype=dtype)
-        read = (sums * dsums).sum((1, 2), dtype=dtype).unsqueeze(1)
+        by_query = (sums * dsums).sum((1, 2), dtype=dtype).unsqueeze(1)
+        by_key = (inputs.values * grads.values).sum(1, keepdim=True, dtype=dtype)
         end = None if end is None else end.sum(2, keepdim=True)
-    total[..., total.shape[2] - read.shape[2] :] += read
     if end is not None:
-        total[..., -1:] += end
-    return total.flip(-1).cumsum(-1).flip(-1)
+        by_key[..., -1:] -= end
+    return log_decay_grad(by_query, by_key)
 
 
 def _by_channel(rows: Tensor, spec: AttentionSpec, width: int) -> Tensor:

@@ -190,9 +190,7 @@ def _launch(
     kv_heads, keys, value_width = v.shape[1:]
     block_d, block_e = (max(16, 1 << (size - 1).bit_length()) for size in (width, value_width))
     precision, factor_bytes = _products(v.dtype)
-    series = PowerSeries.from_spec(spec)
-    if spec.learned_coefficients:
-        series = PowerSeries((1.0,) * (1 + (spec.order or 0)))  # factors of the learned ones
+    series = PowerSeries.known_part(spec)
     window = spec.hiding_window
     if window is not None and window >= keys:  # it hides nothing
         window = None
