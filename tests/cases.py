@@ -12,7 +12,7 @@ from torch import Tensor
 import softmax_rnn as sr
 from softmax_rnn.ops.dispatch import FORMS
 
-MASKS = ("none", "padding", "full")
+MASKS = ("none", "padding", "heads", "full")
 
 # The same numbers in other places of memory; those of "expanded" are the first head's.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -194,6 +194,8 @@ def make_case(
     if mask == "padding":
         shown = torch.ones(b, 1, 1, s, dtype=torch.bool)
         shown[-1, ..., : s // 4] = False
+    elif mask == "heads":  # each head sees some keys
+        shown = torch.rand(b, h, 1, s, generator=generator) > 0.4
     elif mask == "full":
         shown = torch.rand(b, h, t, s, generator=generator) > 0.4
         shown[0, 0, t // 2] = False
