@@ -14,7 +14,7 @@ from softmax_rnn.ops.decay import per_key_decay
 from softmax_rnn.ops.dispatch import FORMS
 from softmax_rnn.ops.validation import checked_mask
 
-MASKS = ("none", "padding", "full")
+MASKS = ("none", "padding", "heads", "full")
 
 # The same numbers in other places of memory; those of "expanded" are the first head's.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -203,6 +203,8 @@ def make_case(
     if mask == "padding":
         shown = torch.ones(b, 1, 1, s, dtype=torch.bool)
         shown[-1, ..., : s // 4] = False
+    elif mask == "heads":  # each head sees some keys
+        shown = torch.rand(b, h, 1, s, generator=generator) > 0.4
     elif mask == "full":
         shown = torch.rand(b, h, t, s, generator=generator) > 0.4
         shown[0, 0, t // 2] = False

@@ -112,6 +112,9 @@ def errors(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         sizes = abs(scale) * (channels.abs() * (1 + fade.abs()).unsqueeze(-1)).sum(-1)
     if spec.clamp is not None:
         scores = scores.clamp(max=spec.clamp)
+    if spec.scale_free:  # else powers of small scores, of faded keys as well, vanish here
+        row = sizes.amax(-1, keepdim=True).clamp(max=1.0)
+        scores, sizes = (x / row.masked_fill(row == 0, 1.0) for x in (scores, sizes))
     weights, doubts = series_and_doubts(spec, extras, scores, sizes)
     if series_and_window := spec.outside == "series":
         near = sr.AttentionSpec(feature_map=spec.feature_map)

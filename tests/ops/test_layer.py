@@ -274,3 +274,13 @@ def test_the_spec_is_shown() -> None:
 def test_mistakes_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Attention(32, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_fixed_decays_of_retnet_are_not_rounded(dtype: torch.dtype) -> None:
+    """The slowest of 24 heads fades by 2^-28 per token: less than float16's smallest number."""
+    layer = Attention(96, 24, "retnet").to(dtype)
+    found = layer.project(torch.zeros(1, 2, 96, dtype=dtype)).log_decay
+    kept = 1 - 2.0 ** (-5 - torch.arange(24, dtype=torch.float64))
+    assert found is not None
+    torch.testing.assert_close(found.double(), kept.log(), atol=0.0, rtol=1e-6)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import softmax_rnn as sr
+from cases import VARIANTS, WIDENED, Shape, make_case
 
 Q, K, V = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7, 6)
 
@@ -274,8 +275,10 @@ def test_torch_compile(name: str) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("name", ["softmax", "gate", "taylor:2"])
+@pytest.mark.parametrize("name", [*VARIANTS, *WIDENED])
 def test_shapes_without_data(name: str) -> None:
-    q = torch.zeros(2, 4, 5, 8, device="meta")
-    gate = {"output_gate": torch.zeros(2, 4, 5, device="meta")} if name == "gate" else {}
-    assert sr.attention(q, q, q[..., :3], name, form="blocked", **gate).shape == (2, 4, 5, 3)
+    case = make_case(WIDENED.get(name) or sr.variant(name), shape=Shape(queries=5, keys=7))
+    inputs = {key: x.to("meta") for key, x in case.tensors.items()}
+    out = sr.attention(spec=case.spec, form="blocked", **inputs)
+    assert out.shape == (2, 4, 5, 6)
+    assert out.is_meta

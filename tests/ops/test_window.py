@@ -66,6 +66,30 @@ def test_a_state_keeps_its_size(name: str) -> None:
     assert state.tokens == 40
 
 
+@pytest.mark.parametrize("decay", ["none", "token"])
+@pytest.mark.parametrize("denominator", ["sum", "none"])
+def test_small_weights_in_the_window_of_the_first_rows(denominator: Any, decay: Any) -> None:
+    """Where no key is outside, or all have faded, exp(-300) is a weight as any other."""
+    spec = sr.AttentionSpec(
+        **{"series": "taylor", "order": 2, "window": 4, "outside": "series"},
+        **{"denominator": denominator, "norm": "l2", "decay": decay},
+    )
+    case = make_case(spec, shape=Shape(queries=9, keys=9), decay=1e-3)
+    for name, sign in (("q", 1.0), ("k", -1.0)):
+        case.tensors[name].fill_(sign * (300 * 8**-0.5) ** 0.5)
+    if decay == "token":
+        case.tensors["log_decay"][:, :, 4] = -1e4  # all earlier keys have faded
+    expected = case.run(sr.attention, form="dense")
+    seen = slice(8) if decay == "token" else slice(4)
+    assert expected["out"][:, :, seen].norm(dim=-1).min() > 0.99
+    for form in case.forms:
+        found = case.run(sr.attention, torch.float32, form=form)
+        torch.testing.assert_close(
+            found["out"].double(), expected["out"], atol=1e-4, rtol=1e-4, msg=form
+        )
+        assert all(x.isfinite().all() for x in found.values())
+
+
 def test_a_state_of_another_window_is_refused() -> None:
     case = drawn("window_taylor")
     _, state = sr.attention(spec=case.spec, return_state=True, **pieces(case, 0, 20))

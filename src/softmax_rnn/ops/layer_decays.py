@@ -37,22 +37,16 @@ class LayerDecay(LayerPart):
 class RetentionDecay(LayerDecay):
     """RetNet's: head ``h`` keeps ``1 - 2^(-5-h)`` of its state at each token; not learned."""
 
-    log_decay: Tensor
-
     def __init__(self, hidden_size: int, kv_heads: int, width: int) -> None:
         super().__init__(hidden_size, kv_heads, width)
-        self.register_buffer("log_decay", torch.empty(kv_heads), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Compute the decays."""
-        heads = torch.arange(len(self.log_decay), dtype=self.log_decay.dtype)
-        with torch.no_grad():
-            self.log_decay.copy_(torch.log1p(-(2.0 ** (-5 - heads))))
+        self.kv_heads = kv_heads
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
         """The same for every token: [Hkv]."""
-        return self.log_decay, None
+        # Computed here, as a buffer would be rounded with a model in half precision.
+        dtype = compute_dtype(hidden_states.dtype)
+        heads = torch.arange(self.kv_heads, dtype=dtype, device=hidden_states.device)
+        return torch.log1p(-(2.0 ** (-5 - heads))), None
 
 
 class ForgetGate(LayerDecay):

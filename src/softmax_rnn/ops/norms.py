@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from softmax_rnn.ops.forms.row_sums import no_data
 from softmax_rnn.ops.spec import Norm
 
 # The authors use the defaults of nn.LayerNorm and nn.RMSNorm (the machine epsilon of float32). The
@@ -108,7 +109,7 @@ def _perpendicular(
 
 def _exp_or_raise(log_scale: Tensor) -> Tensor:
     scale = log_scale.exp()
-    if not torch.compiler.is_compiling() and not scale.isfinite().all():
+    if not no_data(scale) and not scale.isfinite().all():
         limit = torch.finfo(scale.dtype).max
         raise OverflowError(
             f"The un-normalised sum of weights overflows {scale.dtype}: the largest "

@@ -146,10 +146,15 @@ def _joined(near: RowSums, far: RowSums, factor: Tensor | None) -> RowSums:
     assert near.weight_sum is not None
     zero = torch.zeros_like(near.weight_sum)
     scales = [zero if part.log_scale is None else part.log_scale for part in (near, far)]
-    largest = scales[0].maximum(scales[1])
-    ours, theirs = ((scale - largest).exp() for scale in scales)
-    if factor is not None:
-        theirs = theirs * factor
+    factor = torch.ones_like(zero) if factor is None else factor
+    empty = (far.numerator == 0).all(-1)
+    if far.weight_sum is not None:
+        empty = empty & (far.weight_sum == 0)
+    empty = empty | (factor == 0)
+    # If there is no key outside the window, the weights inside may be of any size.
+    largest = torch.where(empty, scales[0], scales[0].maximum(scales[1]))
+    ours, theirs = ((scale - largest).clamp(max=0.0).exp() for scale in scales)
+    theirs = theirs * factor
     numerator = near.numerator * ours.unsqueeze(-1) + far.numerator * theirs.unsqueeze(-1)
     weight_sum = None
     if far.weight_sum is not None:

@@ -129,8 +129,9 @@ def visible_count(
         return per_key.sum(-1, keepdim=True)
     count = per_key.cumsum(-1)
     if window is not None:  # of the keys before the window, the first ones remain
-        before = F.pad(count, (window, 0))[..., :keys]
-        count = count - before + before.clamp(max=global_keys)
+        first = per_key & first_visible(mask, keys, global_keys, device).unsqueeze(1)
+        before = F.pad(count - first.cumsum(-1), (window, 0))[..., :keys]
+        count = count - before
     return count[..., keys - queries :]
 
 
