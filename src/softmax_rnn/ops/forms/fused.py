@@ -42,9 +42,9 @@ def refuses(
     """The property of these tensors that the kernels do not support; empty for none."""
     if log_decay is not None:
         if q.dtype not in (torch.float32, torch.float64):
-            return f"decays of {q.dtype} inputs"
+            return f"log decays of {q.dtype} inputs"
         if no_data(q) or bool(log_decay.detach().sum(2).lt(-MAX_FADING).any()):
-            return f"decays of more than {MAX_FADING:g} in sum"
+            return f"log decays that sum to less than {-MAX_FADING:g}"
     if not q.is_cuda or spec.up_to_row_scale:  # SDPA chooses a kernel itself
         return ""
     width = max(q.shape[-1], v.shape[-1])
