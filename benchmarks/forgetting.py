@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,13 +27,16 @@ from benchmarks.targets import judge
 
 LENGTHS, WIDTH = (2048, 8192), 64
 CHECKED, TOLERANCE = 700, 2e-5  # tokens: several blocks, and keys that fade to zero
-# Each spec with the factor of its log decays.
-SPECS: dict[str, tuple[sr.AttentionSpec, float]] = {
-    "token decay": (sr.AttentionSpec(decay="token"), 1.0),
-    "slow token decay": (sr.AttentionSpec(decay="token"), 1e-3),
-    "window 256": (sr.AttentionSpec(window=256), 0.0),
-    "window 256, 4 global keys": (sr.AttentionSpec(window=256, global_keys=4), 0.0),
-    "window 256, token decay": (sr.AttentionSpec(window=256, decay="token"), 1.0),
+_ELU = sr.variant("linear_elu")
+# Each spec with its form and the factor of its log decays.
+SPECS: dict[str, tuple[sr.AttentionSpec, str, float]] = {
+    "token decay": (sr.AttentionSpec(decay="token"), "auto", 1.0),
+    "slow token decay": (sr.AttentionSpec(decay="token"), "auto", 1e-3),
+    "window 256": (sr.AttentionSpec(window=256), "auto", 0.0),
+    "window 256, 4 global keys": (sr.AttentionSpec(window=256, global_keys=4), "auto", 0.0),
+    "window 256, token decay": (sr.AttentionSpec(window=256, decay="token"), "auto", 1.0),
+    "linear_elu": (_ELU, "chunked", 0.0),
+    "linear_elu, token decay": (replace(_ELU, decay="token"), "chunked", 1.0),
 }
 
 
@@ -48,15 +52,15 @@ def inputs(length: int, heads: int, device: str, dtype: torch.dtype) -> list[Ten
     return [*qkv, normal(WIDTH).to(dtype), F.logsigmoid(normal() + 2)]
 
 
-def step(name: str, data: Sequence[Tensor], form: str = "auto") -> tuple[Tensor, ...]:
+def step(name: str, data: Sequence[Tensor], form: str | None = None) -> tuple[Tensor, ...]:
     """The output and every gradient of a row of the table."""
     q, k, v, upstream, log_decay = data
     if name == "sdpa":
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return (out, *torch.autograd.grad(out, (q, k, v), upstream))
-    spec, factor = SPECS[name]
+    spec, own, factor = SPECS[name]
     given = {} if spec.decay == "none" else {"log_decay": (factor * log_decay).requires_grad_()}
-    out = sr.attention(q, k, v, spec, form=form, **given)
+    out = sr.attention(q, k, v, spec, form=form or own, **given)
     return (out, *torch.autograd.grad(out, (q, k, v, *given.values()), upstream))
 
 

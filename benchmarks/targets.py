@@ -55,6 +55,10 @@ TARGETS = (
     Target("forgetting", "cpu", "token decay", "sdpa", 1.3, cells=_at((2048,), (64,))),
     Target("forgetting", "cpu", "token decay", "sdpa", 1.0, cells=_at((8192,), (64,))),
     Target("forgetting", "cpu", "window 256", "sdpa", 0.2, cells=_at((8192,), (64,))),
+    Target(
+        *("forgetting", "cpu", "linear_elu, token decay", "linear_elu", 1.3),
+        cells=_at((2048, 8192), (64,)),
+    ),
     Target("step", "cpu", "norm", "softmax", 1.05),
     Target("step", "cpu", "softmax", "llama", 1.05),
     Target("op", "cuda", "norm", "sdpa", 1.05, cells=_GPU),

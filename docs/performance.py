@@ -30,6 +30,7 @@ DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 # In the order of the page, CPU before GPU; prepare runs on a CPU only.
 PLACES = (
     *((name, device) for device in DEVICES for name in ("op", "recurrence", "step", "decode")),
+    ("forgetting", "cpu"),
     ("prepare", "cpu"),
 )
 NONE = "not measured"
@@ -147,6 +148,24 @@ def op(result: Result) -> str:
     return "\n\n".join(parts)
 
 
+def forgetting(result: Result) -> str:
+    """Every spec at every length."""
+    columns = ["T", "name", "ms", "/ SDPA [quartiles]", "extra MiB"]
+    rows = [
+        [
+            str(row["length"]),
+            row["name"],
+            spread(row["seconds"], 1e3, 1),
+            spread(row["ratio"]),
+            f"{row['peak_extra_bytes'] / 2**20:,.0f}",
+        ]
+        for row in result["rows"]
+    ]
+    first = result["rows"][0]
+    place = f"D={first['width']}, {_dtype(result)}, B={first['batch']} H={first['heads']}:"
+    return f"{place}\n\n{table(columns, rows, left=2)}"
+
+
 def step(result: Result) -> str:
     """Every model's step."""
     columns = ["name", "ms", "/ Llama [quartiles]", "extra MiB", "tokens/s", "model FLOP/s"]
@@ -251,6 +270,7 @@ def _rate(value: float) -> str:
 
 PARTS: dict[str, Callable[[Result], str]] = {
     "op": op,
+    "forgetting": forgetting,
     "step": step,
     "decode": decode,
     "recurrence": recurrence,
