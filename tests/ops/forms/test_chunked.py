@@ -40,6 +40,8 @@ def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def compile_steps(monkeypatch: pytest.MonkeyPatch) -> Compile:
     """Have steps compiled on the CPU, by a backend."""
 
+    chunk_step.compiled.cache_clear()  # of other tests' tensors, with or without gradients
+
     def by(backend: Any) -> None:
         monkeypatch.setattr(chunk_step, "COMPILED", {"cpu"})
         monkeypatch.setattr(chunk_step, "BACKEND", backend)
@@ -71,7 +73,7 @@ def test_compiled_steps(compile_steps: Compile, name: str) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler on a CPU")
-@pytest.mark.parametrize("name", ["taylor", "token", "channel"])
+@pytest.mark.parametrize("name", ["taylor", "token"])
 def test_steps_compiled_by_inductor(compile_steps: Compile, name: str) -> None:
     compile_steps("inductor")
     check(case_of(name, 53, 53))
