@@ -500,4 +500,4 @@ for capability, shared in ((80, 163), (90, 227)):
         assert max(sizes) <= shared * 1024
 print(len(sizes))
 """
-    assert python(code, tmp_path) == "36\n"
+    assert python(code, tmp_path) == "30\n"
