@@ -59,7 +59,9 @@ def step(name: str, data: Sequence[Tensor], form: str | None = None) -> tuple[Te
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return (out, *torch.autograd.grad(out, (q, k, v), upstream))
     spec, own, factor = SPECS[name]
-    given = {} if spec.decay == "none" else {"log_decay": (factor * log_decay).requires_grad_()}
+    given: dict[str, Any] = (
+        {} if spec.decay == "none" else {"log_decay": (factor * log_decay).requires_grad_()}
+    )
     out = sr.attention(q, k, v, spec, form=form or own, **given)
     return (out, *torch.autograd.grad(out, (q, k, v, *given.values()), upstream))
 
