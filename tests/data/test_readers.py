@@ -13,7 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from softmax_rnn.data.readers import CorpusError, corpus_files, documents, read_passages
+from softmax_rnn.data.readers import (
+    CorpusError,
+    corpus_files,
+    documents,
+    read_docstrings,
+    read_passages,
+)
 
 DOCUMENTS = ["one\ntwo", "drei – vier", "五"]
 
@@ -56,7 +62,53 @@ def test_files_of_a_corpus(texts: Path) -> None:
     assert len(corpus_files(str(texts))) == 40
     assert corpus_files(str(texts / "0[12].txt")) == [texts / "01.txt", texts / "02.txt"]
     assert corpus_files(str(texts / "03.txt")) == [texts / "03.txt"]
-    assert len(corpus_files("stdlib")) > 300
+
+
+@pytest.mark.parametrize(
+    ("corpus", "suffix", "size"),
+    [("stdlib", ".py", 8e6), ("torch-headers", ".h", 8e6), ("docstrings", ".py", 2e7)],
+)
+def test_corpora_that_are_installed(
+    corpus: str, suffix: str, size: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = corpus_files(corpus)
+    assert {path.suffix for path in files} == {suffix}
+    assert len(set(files)) == len(files)
+    assert sum(path.stat().st_size for path in files) > size
+    assert not [path for path in files if {"site-packages", "tests"} <= set(path.parts)]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / corpus).write_text("a file of the same name")
+    assert corpus_files(corpus) == files
+    assert corpus_files(f"./{corpus}") == [Path(corpus)]
+
+
+def test_docstrings_in_their_order(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        '''"""The module\\d."""
+
+def first():
+    """First.
+
+    Plain.
+        Indented.
+    """
+    def inner(): "Inner."
+
+async def second(): "no \\ud800 half"
+
+class Third:
+    x = """not a docstring"""
+    def method(self):
+        """Method, été."""
+'''
+    )
+    (document,) = documents(read_docstrings(tmp_path / "a.py", ""))
+    assert document == (
+        "The module\\d.\n\nFirst.\n\nPlain.\n    Indented.\n\nInner.\n\nno ? half\n\nMethod, été."
+    )
+    for content in (b"print 5\n", b"\0", b"\xff"):
+        (tmp_path / "a.py").write_bytes(content)
+        assert list(read_docstrings(tmp_path / "a.py", "")) == []
 
 
 def test_folders_and_globs_leave_out_what_is_hidden_or_empty(texts: Path) -> None:
@@ -135,3 +187,13 @@ def test_empty_and_missing_files_are_named(texts: Path) -> None:
         corpus_files("")
     with pytest.raises(CorpusError, match=r"No file matches the corpus .*\*.json"):
         corpus_files(str(texts / "*.json"))
+    with pytest.raises(CorpusError, match=r"'stdlib', 'torch-headers', 'docstrings', or 'hf:"):
+        corpus_files("docstring")
+
+
+def test_an_installation_without_headers_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.__path__", [str(tmp_path)])
+    with pytest.raises(CorpusError, match=r"'torch-headers' needs the files .*ATen.*\*\.h"):
+        corpus_files("torch-headers")

@@ -1,4 +1,7 @@
-"""Datasets of the Hugging Face Hub, streamed: local ones in the same format stand for them."""
+"""Datasets of the Hugging Face Hub, streamed: local ones in the same format stand for them.
+
+And a corpus that is a part of its files.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ import pytest
 from datasets.exceptions import DatasetNotFoundError
 
 from softmax_rnn.data import CorpusError, PreparedCorpus, Progress, prepare
+from softmax_rnn.data.source import LocalSource
 from softmax_rnn.data.tokenizer import byte_tokenizer
 
 load_dataset = datasets.load_dataset
@@ -56,6 +60,15 @@ def documents(corpus: PreparedCorpus, split: str) -> list[str]:
     stream = corpus.tokens(split)[:]
     pieces = np.split(stream, np.flatnonzero(stream == 256) + 1)[:-1]
     return [bytes(piece[:-1].tolist()).decode() for piece in pieces]
+
+
+def test_the_corpus_of_docstrings_is_without_code() -> None:
+    source = LocalSource("docstrings", "text")
+    future = next(passage for passage in source.read("train", None) if passage.text)
+    assert source.files[0].name == "__future__.py"
+    assert future.text.startswith("Record of phased-in incompatible language changes.")
+    assert "all_feature_names = [" not in future.text
+    assert "all_feature_names = [" in next(LocalSource("stdlib", "text").read("train", None)).text
 
 
 @pytest.mark.parametrize("own", ["test", "validation"])

@@ -7,11 +7,14 @@ of the file. Its Parquet reader is as fast as the one below and would save no co
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import glob
+import importlib
 import io
 import json
 import sysconfig
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,12 +26,20 @@ from fsspec.utils import infer_compression
 
 from softmax_rnn._utils.errors import shown
 
-STDLIB = "stdlib"
 PASSAGE = 2**20  # characters of a text file that are read at once
-# Distributions of Python differ in tests and bundled packages, but hardly in the library itself.
-_STDLIB_SKIPS = {
+# Corpora that every installation has: their files are below these folders of these packages.
+STDLIB, HEADERS, DOCSTRINGS = "stdlib", "torch-headers", "docstrings"
+_INSTALLED: dict[str, tuple[tuple[str, ...], str]] = {
+    STDLIB: ((STDLIB,), "*.py"),
+    HEADERS: (("torch/include/ATen", "torch/include/c10", "torch/include/torch"), "*.h"),
+    DOCSTRINGS: ((STDLIB, "numpy", "pandas", "torch"), "*.py"),
+}
+_SKIPPED = {
+    # Distributions of Python differ in tests and bundled packages, but hardly in the library.
     *("__pycache__", "dist-packages", "site-packages"),
     *("ensurepip", "idle_test", "lib2to3", "test", "tests"),
+    # Half of the headers' text is generated, one function like another.
+    *("ops", "RedispatchFunctions.h", "RegistrationDeclarations.h", "VmapGeneratedPlumbing.h"),
 }
 
 
@@ -49,25 +60,23 @@ def corpus_files(corpus: str) -> list[Path]:
     """The files of a corpus, sorted.
 
     Args:
-        corpus: ``stdlib`` (the source code of this Python's standard library), a file, a folder
-            (with its subfolders) or a glob (``**`` matches subfolders). Hidden and empty files of
-            folders and globs are skipped.
+        corpus: a name of text that is installed with this package: ``stdlib`` (the source code of
+            Python's standard library, 12 MB), ``torch-headers`` (C++, 13 MB) or ``docstrings``
+            (English with examples of code, 12 MB: those of the standard library, numpy, pandas
+            and torch; see :func:`read_docstrings`). Or a file, a folder (with its subfolders) or a
+            glob (``**`` matches subfolders). Hidden and empty files of folders and globs are
+            skipped. ``./stdlib`` is a folder or file that has such a name.
 
     Raises:
         CorpusError: if there is no file, or the named file is empty.
     """
+    if corpus in _INSTALLED:
+        return _installed_files(corpus)
     if Path(corpus).is_file():  # also if its name contains wildcards
         if Path(corpus).stat().st_size == 0:
             raise CorpusError(f"The corpus file {corpus} is empty.")
         return [Path(corpus)]
-    if corpus == STDLIB:
-        root = Path(sysconfig.get_path("stdlib"))
-        files = [
-            path
-            for path in root.rglob("*.py")
-            if not _STDLIB_SKIPS.intersection(path.relative_to(root).parts)
-        ]
-    elif corpus and Path(corpus).is_dir():  # Path("") is the working folder
+    if corpus and Path(corpus).is_dir():  # Path("") is the working folder
         files = [
             path
             for path in Path(corpus).rglob("*")
@@ -78,11 +87,33 @@ def corpus_files(corpus: str) -> list[Path]:
     files = [path for path in files if path.is_file() and path.stat().st_size > 0]
     if not files:
         raise CorpusError(
-            f"No file matches the corpus {corpus!r} (hidden and empty files are skipped). Give "
-            f"'{STDLIB}', a file, a folder, a glob such as 'texts/**/*.jsonl', or "
-            "'hf:owner/name' for a dataset of the Hugging Face Hub."
+            f"No file matches the corpus {corpus!r} (hidden and empty files are skipped). Give a "
+            f"file, a folder, a glob such as 'texts/**/*.jsonl', {', '.join(map(repr, _INSTALLED))}"
+            ", or 'hf:owner/name' for a dataset of the Hugging Face Hub."
         )
     return sorted(files)
+
+
+def _installed_files(corpus: str) -> list[Path]:
+    """The files of a corpus that is installed: folder by folder, each sorted, none empty."""
+    folders, pattern = _INSTALLED[corpus]
+    files: list[Path] = []
+    for name in folders:
+        package, *below = name.split("/")
+        stdlib = package == STDLIB
+        base = (
+            sysconfig.get_path("stdlib") if stdlib else importlib.import_module(package).__path__[0]
+        )
+        root = Path(base, *below)
+        found = sorted(
+            path
+            for path in root.rglob(pattern)
+            if not _SKIPPED.intersection(path.relative_to(root).parts) and path.stat().st_size > 0
+        )
+        if not found:
+            raise CorpusError(f"The corpus {corpus!r} needs the files {root / '**' / pattern}.")
+        files += found
+    return files
 
 
 def is_text(path: Path) -> bool:
@@ -122,6 +153,24 @@ def read_passages(path: Path, text_column: str) -> Iterator[Passage]:
         raise CorpusError(f"The corpus file {path} is not text in UTF-8: {error}.") from error
     except Exception as error:  # each decompressor and parser has its own errors
         raise CorpusError(f"Cannot read the corpus file {path}: {error}") from error
+
+
+def read_docstrings(path: Path, _: str) -> Iterator[Passage]:
+    """The docstrings of a Python file as one document, in their order, without indentation.
+
+    A file that this version of Python cannot parse has none.
+    """
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of backslashes in strings
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):  # ValueError: null bytes
+            return
+    nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
+    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
+    text = "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
+    yield Passage(text.encode(errors="replace").decode(), True, 1.0)  # no halves of surrogate pairs
 
 
 def _reader(path: Path) -> Callable[[Path, str], Iterator[Passage]]:

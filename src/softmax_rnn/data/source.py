@@ -12,7 +12,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from softmax_rnn._utils.errors import nearest
-from softmax_rnn.data.readers import CorpusError, Passage, corpus_files, is_text, read_passages
+from softmax_rnn.data.readers import (
+    DOCSTRINGS,
+    CorpusError,
+    Passage,
+    corpus_files,
+    is_text,
+    read_docstrings,
+    read_passages,
+)
 
 HUB = "hf:"
 _ROWS = 256  # rows of a dataset that are read at once
@@ -26,6 +34,7 @@ class LocalSource:
 
     def __init__(self, corpus: str, text_column: str) -> None:
         self.files, self.column = corpus_files(corpus), text_column
+        self.read_file = read_docstrings if corpus == DOCSTRINGS else read_passages
         stats = [(str(path.resolve()), path.stat()) for path in self.files]
         # This changes when the text changes under the same name.
         self.identity: list[Any] = [[name, s.st_size, s.st_mtime_ns] for name, s in stats]
@@ -47,7 +56,7 @@ class LocalSource:
         before = list(itertools.accumulate(sizes, initial=0))
         for index in range(first, len(self.files)):
             start = {"file": index, "parts": passages}
-            for text, ends, share, _ in read_passages(self.files[index], self.column):
+            for text, ends, share, _ in self.read_file(self.files[index], self.column):
                 if text:
                     passages += 1
                     done = before[index] + (share or 0) * sizes[index]

@@ -89,8 +89,9 @@ class RunConfig:
         num_kv_heads: key/value heads per layer; by default num_heads.
         vocab_size: rows of the embedding; by default the size of the tokenizer's vocabulary.
         initializer_range: standard deviation of the initial weights (the paper: 0.02).
-        corpus: ``stdlib`` (the source text of Python's standard library), a file, folder or glob,
-            ``hf:owner/name[@config]`` of the Hugging Face Hub, or a prepared corpus's folder.
+        corpus: ``stdlib`` (the source text of Python's standard library), ``torch-headers`` (C++),
+            ``docstrings`` (English), a file, folder or glob, ``hf:owner/name[@config]`` of the
+            Hugging Face Hub, or a prepared corpus's folder.
         text_column: key or column of the text in JSON lines, Parquet and datasets.
         tokenizer: ``bytes``, or a Hugging Face tokenizer's name or path.
         end_of_text: the token that ends every document; by default the tokenizer's own.
