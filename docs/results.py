@@ -54,7 +54,9 @@ def losses(experiment: Experiment, runs: Runs) -> str:
 
 def verdicts(found: dict[tuple[str, str], Runs], before: str, source: str) -> str:
     """The claims of a source with their checks; those not run are copied from ``before``."""
-    rows = pd.DataFrame(row for row in verdict_table(judge(found)) if row["source"] == source)
+    rows = pd.DataFrame(
+        row for row in verdict_table(judge(found, SCALE)) if row["source"] == source
+    )
     lines = ["| claim | verdict | found |", "|---|---|---|"]
     for (number, text, verdict), checks in rows.groupby(["claim", "text", "verdict"], sort=False):
         old = re.search(rf"^\| \*\*{number}\. .*\n(?:\| [^*\n].*\n)*", before, flags=re.MULTILINE)

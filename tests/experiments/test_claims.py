@@ -24,9 +24,12 @@ from softmax_rnn.experiments.claims import (
     verdict_table,
 )
 from softmax_rnn.experiments.figures import FIGURES
+from softmax_rnn.experiments.scales import SCALES
 from softmax_rnn.ops.variants import resolve
 from softmax_rnn.training.folder import RunFolder, append_row
 from softmax_rnn.training.metrics import loss_spikes
+
+DEMO = SCALES["demo"]
 
 
 def runs_of(
@@ -79,7 +82,7 @@ def test_one_seed_decides_nothing(check: Check, tmp_path: Path) -> None:
     finding = examine(check, runs, "")
     assert (finding.outcome, finding.reason, finding.seeds) == ("undecided", "one seed", 1)
     assert re.fullmatch(r"\+0\.\d{4} \[.*\] \(test blocks only\)|1 and 0 spikes", finding.found)
-    verdicts = judge({("base", "stdlib"): runs})
+    verdicts = judge({("base", "stdlib"): runs}, DEMO)
     assert {verdict.outcome for verdict in verdicts} <= {"undecided", "not run"}
     (row,) = [row for row in verdict_table(verdicts) if (row["source"], row["claim"]) == (PAPER, 1)]
     assert row["interval_over"] == "test blocks only"
@@ -119,7 +122,7 @@ def test_verdicts_of_a_world_as_the_paper_says(tmp_path: Path) -> None:
     losses |= {"linear_elu": 2.0, "linear_relu": 2.0, "linear_cosine": 1.9}
     losses |= {"taylor:0": 2.5, "taylor:1": 2.0, "taylor:2": 1.8, "taylor:4": 1.6}
     losses |= {"taylor:10": 1.505, "detached": 1.9, "clamped": 1.5}
-    judged = judge({("base", "stdlib"): runs_of(tmp_path, losses)})
+    judged = judge({("base", "stdlib"): runs_of(tmp_path, losses)}, DEMO)
     verdicts = {v.claim.number: v for v in judged if v.claim.source == PAPER}
     assert {v.outcome for v in judged if v.claim.source == OWN} == {"not run"}
     assert verdicts[1].outcome == "holds"
@@ -137,14 +140,29 @@ def test_verdicts_of_a_world_as_the_paper_says(tmp_path: Path) -> None:
     text = shown.export_text()
     assert "4. Every linear variant is clearly worse" in text
     assert "linear_elu worse than softmax by > 0.05" in text
-    assert judge({})[0].outcome == "not run"
+    assert judge({}, DEMO)[0].outcome == "not run"
 
 
 def test_one_failure_fails_a_claim(tmp_path: Path) -> None:
     losses = {"softmax": 1.5, "norm": 1.5, "gate": 1.5}
     losses |= {"linear_elu": 2.0, "linear_relu": 2.0, "linear_cosine": 1.5}
-    verdicts = judge({("base", "stdlib"): runs_of(tmp_path, losses)})
+    verdicts = judge({("base", "stdlib"): runs_of(tmp_path, losses)}, DEMO)
     assert verdicts[3].outcome == "fails"
+
+
+def test_a_claim_is_judged_on_the_corpora_of_its_figures(tmp_path: Path) -> None:
+    """Figure 2 has three corpora, figure 4 one: the others leave its claims as they are."""
+    losses = {"softmax": 1.5, "norm": 1.5, "gate": 1.55}
+    here = losses | {"linear_elu": 2.0, "linear_relu": 2.0, "linear_cosine": 1.9}
+    found = {
+        ("base", "stdlib"): runs_of(tmp_path / "here", here),
+        ("base", "docstrings"): runs_of(tmp_path / "there", losses | {"norm": 1.6}),
+    }
+    verdicts = judge(found, DEMO)
+    assert [finding.outcome for finding in verdicts[0].findings] == ["holds", "fails"]
+    assert verdicts[3].outcome == "holds"
+    assert {finding.where for finding in verdicts[3].findings} == {"base, stdlib"}
+    assert {finding.where for finding in verdicts[10].findings} == {"base, stdlib"}
 
 
 def test_every_check_is_answered_by_the_runs_of_its_figures() -> None:
@@ -169,7 +187,7 @@ def test_our_own_claims_are_apart(tmp_path: Path) -> None:
     base, family = (runs_of(tmp_path / place, losses) for place in ("base", "family"))
     for name, loss in {"taylor:2+decay": 1.51, "forgetting": 1.4, "taylor:2": 1.7}.items():
         family[name] = {seed: fake_name(tmp_path / name, seed, loss) for seed in range(3)}
-    verdicts = judge({("base", "stdlib"): base, ("family", "stdlib"): family})
+    verdicts = judge({("base", "stdlib"): base, ("family", "stdlib"): family}, DEMO)
     own = {v.claim.number: v for v in verdicts if v.claim.source == OWN}
     assert [own[number].outcome for number in (1, 2, 5)] == ["holds", "undecided", "holds"]
     assert {finding.where for finding in own[1].findings} == {"family, stdlib"}

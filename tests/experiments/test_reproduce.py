@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,9 @@ def test_figure3_is_larger_and_longer() -> None:
     assert sorted(set(table.block_size)) == [1024, 4096]
 
 
-@pytest.mark.parametrize(("figure", "runs"), [("figure4", 6), ("figure5", 29), ("figure6", 17)])
+@pytest.mark.parametrize(
+    ("figure", "runs"), [("figure4", 6), ("figure5", 29), ("figure6", 17), ("gaps", 8)]
+)
 def test_runs_are_shared_and_planned_once(figure: str, runs: int) -> None:
     plan = figure_runs(FIGURES[figure], SCALES["demo"], Path("runs"), (0, 1))
     assert len(plan) == 2 * runs
@@ -63,9 +66,25 @@ def test_runs_are_shared_and_planned_once(figure: str, runs: int) -> None:
     assert {run.folder.path.parent for run in plan} == {Path("runs/demo/base-stdlib")}
 
 
-def test_corpora_that_are_one_give_one_panel(tmp_path: Path) -> None:
+def test_the_demos_figure2_has_three_corpora(tmp_path: Path) -> None:
     plan = figure_runs(FIGURES["figure2"], SCALES["demo"], tmp_path, (0,))
-    assert [run.config.attention for run in plan] == ["softmax", "norm", "gate"]
+    assert len(plan) == 9
+    for run in plan:
+        assert run.folder.path.parent.name == f"base-{run.config.corpus}"
+    names = ["torch-headers", "docstrings", "stdlib"]
+    assert list(dict.fromkeys(run.config.corpus for run in plan)) == names
+
+
+def test_an_evening_is_the_demo_on_more_tokens() -> None:
+    runs = [
+        figure_runs(FIGURES["gaps"], SCALES[scale], Path("runs"), (0, 1, 2))
+        for scale in ("demo", "evening")
+    ]
+    assert len(runs[1]) == 24
+    for short, long in zip(*runs, strict=True):
+        assert long.config.steps == 5 * short.config.steps
+        more = {"steps": 1_500, "evaluate_every": 300, "save_every": 300}
+        assert replace(long.config, **more) == short.config
 
 
 def test_costs_are_written_for_people() -> None:
@@ -118,7 +137,10 @@ def test_a_figure_is_drawn_from_what_is_finished(figure: str, tmp_path: Path) ->
         for variant in panel.variants if FIGURES[figure].kind == "curves" else ():
             assert variant in text
     found = finished_runs("demo", tmp_path)
-    assert set(found) == {("base", "stdlib")}
+    corpora = {"figure2": ("Docstrings", "PyTorch's C++ headers", "Python's standard library")}
+    for title in corpora.get(figure, ()):
+        assert f"{title}: test loss" in text
+    assert len(found) == len(corpora.get(figure, ["stdlib"]))
     assert set(found["base", "stdlib"]["softmax"]) == {0, 1}
 
 
@@ -180,13 +202,14 @@ def test_reproduce_runs_what_is_missing_and_draws(
 ) -> None:
     monkeypatch.setattr(LocalLauncher, "start", Forked.start)
     fields = [f"{key}={value}" for key, value in {**TINY, "corpus": texts}.items()]
-    words = ["reproduce", "figure2", "--out", str(tmp_path), "--seeds", "0", "--with", *fields]
+    words = ["reproduce", "figure4", "--out", str(tmp_path), "--variants", "softmax", "norm"]
+    words += ["--seeds", "0", "--with", *fields]
     assert main(words) == 0
     shown = capsys.readouterr().out
-    for name in ("figure2.png", "figure2.svg", "figure2/report.html"):
+    for name in ("figure4.png", "figure4.svg", "figure4/report.html"):
         assert (tmp_path / "demo" / name).exists()
         assert str(tmp_path / "demo" / name) in shown
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("summary.json")}
-    assert len(before) == 3
+    assert len(before) == 2
     assert main(words) == 0
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("summary.json")}

@@ -31,7 +31,7 @@ def _claims(parsed: Namespace) -> int:
             f"No finished run of scale {parsed.scale!r} in {root}: start with softmax-rnn "
             f"reproduce figure4 --scale {parsed.scale} --out {root}."
         )
-    verdicts = judge(found)
+    verdicts = judge(found, SCALES[parsed.scale])
     show(rich_verdicts(verdicts))
     path = root / parsed.scale / "claims.json"
     write_json(path, verdict_table(verdicts))

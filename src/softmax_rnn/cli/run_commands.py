@@ -238,8 +238,9 @@ COMMANDS = {
         "reproduce a figure",
         _reproduce_options,
         _reproduce,
-        about="Train the missing runs of a figure, and draw it. The figures are the paper's; only "
-        "family is ours: decays, polynomials and windows, and loss against the size of the state. "
+        about="Train the missing runs of a figure, and draw it. The figures are the paper's; two "
+        "are ours: family (decays, polynomials and windows, and loss against the size of the "
+        "state) and gaps (losses minus softmax's, against tokens). "
         "Figures share their runs. Rerun it to resume.",
         extra="report",
     ),

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from softmax_rnn.experiments.figures import FIGURES, LINEAR, ORDERS, THREE
+from softmax_rnn.experiments.scales import Scale
 from softmax_rnn.report.statistics import Difference, paired_runs
 from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training.folder import RunFolder
@@ -250,18 +251,19 @@ class Verdict:
 Runs = Mapping[str, Mapping[int, RunFolder]]
 
 
-def judge(conditions: Mapping[tuple[str, str], Runs]) -> list[Verdict]:
+def judge(found: Mapping[tuple[str, str], Runs], scale: Scale) -> list[Verdict]:
     """A verdict on every claim.
 
     Args:
-        conditions: finished runs by (condition, corpus label), then variant and seed.
+        found: finished runs of a scale by (condition, corpus label), then variant and seed.
+        scale: that scale.
     """
     verdicts = []
     for claim in CLAIMS:
-        wanted = {panel.condition for name in claim.figures for panel in FIGURES[name].panels}
-        places = [place for place in conditions if place[0] in wanted] or [("", "")]
+        wanted = {scale.place(panel) for name in claim.figures for panel in FIGURES[name].panels}
+        places = [place for place in found if place in wanted] or [("", "")]
         findings = tuple(
-            examine(check, conditions.get(place, {}), ", ".join(place).strip(", "))
+            examine(check, found.get(place, {}), ", ".join(place).strip(", "))
             for place in places
             for check in claim.checks
         )

@@ -14,7 +14,7 @@ class Panel:
     """Variants trained side by side under one condition.
 
     Attributes:
-        title: the paper's name for it.
+        title: the paper's name for it; if empty, the title of its corpus.
         variants: names, as ``compare`` takes them.
         corpus: key into the scale's corpora: ``pile``, ``slimpajama`` or ``fineweb``.
         condition: key into the scale's conditions: ``base``, ``large`` (larger model), ``long``
@@ -29,7 +29,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A figure of the paper, or our own (``family``).
+    """A figure of the paper, or our own (``family``, ``gaps``).
 
     Attributes:
         name: for example ``figure4``.
@@ -81,14 +81,19 @@ _NORMS = (
     *("softmax", "norm", "norm_l2_clamped", "norm_l2_length", "norm_rms"),
     *("norm_rms_length", "norm_layer_length", "norm_relu"),
 )
+# Variants of the claims that the demo scale fails to show; more tokens may.
+_GAPS = (
+    *("softmax", "norm", "gate", "length", "gate_only"),
+    *("norm_rms", "norm_layer_length", "norm_l2_length"),
+)
 
 _FIGURE2 = Experiment(  # section 4.1, on three corpora
     "figure2",
     "Softmax and its two replacements",
     (
-        Panel("The Pile", THREE, corpus="pile"),
-        Panel("SlimPajama", THREE, corpus="slimpajama"),
-        Panel("FineWeb", THREE, corpus="fineweb"),
+        Panel("", THREE, corpus="pile"),
+        Panel("", THREE, corpus="slimpajama"),
+        Panel("", THREE, corpus="fineweb"),
     ),
 )
 _FIGURE6 = Experiment(  # section 4.5
@@ -129,6 +134,9 @@ FIGURES: dict[str, Experiment] = {
             "One formula: decays, polynomials and windows",
             (Panel("the family", FAMILY, condition="family"),),
             kind="states",
+        ),
+        Experiment(  # not in the paper
+            "gaps", "Does the gap to softmax close?", (Panel("gaps", _GAPS),)
         ),
     )
 }

@@ -76,29 +76,26 @@ def report_figure(
     overview = root / scale.name / experiment.name / "report.html"
     overview.parent.mkdir(exist_ok=True)
     title = f"{experiment.title} ({experiment.name}, {scale.name} scale)"
-    claims = verdict_table(judge(conditions))
+    claims = verdict_table(judge(conditions, scale))
     write_text(overview, page(sections, overview.parent, title, claims))
     return [*paths, overview]
 
 
 def draw(experiment: Experiment, scale: Scale, root: Path, seeds: Sequence[int]) -> list[Path]:
     """Draw a figure from its finished runs; panels without any are left out."""
-    columns: dict[tuple[Path, ...], Column] = {}  # panels with the same runs share a column
+    columns = []
     for panel in experiment.panels:
         parent = root / scale.name / scale.folder_name(panel)
         runs = [run_folder(parent, name, seed) for seed in seeds for name in panel.variants]
         if finished := [run for run in runs if run.finished]:
-            key = tuple(run.path for run in runs)
-            shared = {corpus.title for corpus in scale.corpora.values()} if key in columns else None
-            title = ", ".join(sorted(shared)) if shared else panel.title
-            columns[key] = Column(title, finished)
+            columns.append(Column(panel.title or scale.corpora[panel.corpus].title, finished))
     title = f"{experiment.title} ({scale.name} scale)"
     stem = root / scale.name / experiment.name
     if experiment.kind == "orders":
-        return draw_orders(list(columns.values()), title, stem)
+        return draw_orders(columns, title, stem)
     if experiment.kind == "states":
-        return draw_states([run for column in columns.values() for run in column.runs], title, stem)
-    return draw_curves(list(columns.values()), title, stem, experiment.large)
+        return draw_states([run for column in columns for run in column.runs], title, stem)
+    return draw_curves(columns, title, stem, experiment.large)
 
 
 def finished_runs(scale: str, root: Path) -> dict[tuple[str, str], Runs]:

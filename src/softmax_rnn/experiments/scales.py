@@ -28,7 +28,7 @@ class Scale:
         about: one line for the command's help.
         base: settings of every run.
         conditions: further settings by condition.
-        corpora: corpora by the name in a panel; several names may have the same corpus.
+        corpora: corpora by the name in a panel.
     """
 
     name: str
@@ -57,9 +57,13 @@ class Scale:
             }
         )
 
+    def place(self, panel: Panel) -> tuple[str, str]:
+        """The condition and the label of the corpus of a panel's runs; figures share them."""
+        return panel.condition, self.corpora[panel.corpus].label
+
     def folder_name(self, panel: Panel) -> str:
-        """The name of the folder of a panel's runs: ``base-fineweb``. Figures share it."""
-        return f"{panel.condition}-{self.corpora[panel.corpus].label}"
+        """The name of the folder of a panel's runs: ``base-fineweb``."""
+        return "-".join(self.place(panel))
 
 
 # The paper's corpora. The presets set test share and tokenizer; SlimPajama has its own test split.
@@ -69,10 +73,28 @@ _SLIMPAJAMA = Corpus(
 )
 _FINEWEB = Corpus("fineweb", "FineWeb", {"corpus": "hf:HuggingFaceFW/fineweb@CC-MAIN-2024-51"})
 _WEB = {"pile": _PILE, "slimpajama": _SLIMPAJAMA, "fineweb": _FINEWEB}
-# The one corpus that needs no network; it replaces all three.
-_STDLIB = Corpus("stdlib", "Python's standard library", {"corpus": "stdlib"})
+# Corpora that need no network; most figures are on FineWeb, here on the standard library.
+_INSTALLED = {
+    "pile": Corpus("torch-headers", "PyTorch's C++ headers", {"corpus": "torch-headers"}),
+    "slimpajama": Corpus("docstrings", "Docstrings", {"corpus": "docstrings"}),
+    "fineweb": Corpus("stdlib", "Python's standard library", {"corpus": "stdlib"}),
+}
 
 _LONG = {"block_size": 4096}
+_DEMO = {
+    **PRESETS["demo"],
+    # After only 1,000 steps seeds differ by more than variants do.
+    "steps": 1_500,
+    "evaluate_every": 300,
+    "save_every": 300,
+    "test_fraction": 0.01,
+}
+_DEMO_CONDITIONS = {
+    "base": {},
+    "large": {"hidden_size": 192, "intermediate_size": 384, "num_heads": 6},
+    "long": {"block_size": 1024, "batch_size": 1},
+    "family": {"num_layers": 2},
+}
 
 SCALES: dict[str, Scale] = {
     scale.name: scale
@@ -80,22 +102,20 @@ SCALES: dict[str, Scale] = {
         Scale(
             "demo",
             "a byte model of 0.7 M parameters on a laptop: minutes a run",
-            # After only 1,000 steps seeds differ by more than variants do.
+            _DEMO,
             {
-                **PRESETS["demo"],
-                "steps": 1_500,
-                "evaluate_every": 300,
-                "save_every": 300,
-                "test_fraction": 0.01,
-            },
-            {
-                "base": {},
-                "large": {"hidden_size": 192, "intermediate_size": 384, "num_heads": 6},
-                "long": {"block_size": 1024, "batch_size": 1},
+                **_DEMO_CONDITIONS,
                 # 16 variants with three seeds in about an hour on two cores.
                 "family": {"num_layers": 2, "steps": 1_000, "evaluate_every": 250},
             },
-            dict.fromkeys(_WEB, _STDLIB),
+            _INSTALLED,
+        ),
+        Scale(
+            "evening",
+            "the demo's model on five times as many tokens",
+            {**_DEMO, "steps": 7_500, "evaluate_every": 500, "save_every": 500},
+            _DEMO_CONDITIONS,
+            _INSTALLED,
         ),
         Scale(
             "small",
