@@ -28,7 +28,7 @@ from softmax_rnn.experiments.plan import PlannedRun
 from softmax_rnn.experiments.scheduler import RunsFailedError, run_all
 from softmax_rnn.training import RunConfig, train
 from softmax_rnn.training.folder import RunFolder
-from softmax_rnn.training.run import load_blocks
+from softmax_rnn.training.run import load_rows
 from softmax_rnn.training.stopping import RunStopped
 from tiny import tiny
 
@@ -92,7 +92,7 @@ def test_a_run_that_was_left_alone_is_named(texts: Path, tmp_path: Path, console
     root = tmp_path / "runs"
     (run,) = compare_configs(["norm"], [0], tiny(texts), root)
     run.folder.path.mkdir(parents=True)
-    manifest = load_blocks(run.config)[0].manifest
+    manifest = load_rows(run.config)[0].manifest
     run.folder.record_session({}, run.config.variant, manifest)
     run.config.save(run.folder.config_file)
     with (

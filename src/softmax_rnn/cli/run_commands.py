@@ -149,15 +149,27 @@ def _reproduce(parsed: Namespace) -> int:
     require_choice("figure", parsed.figure, FIGURES)
     require_choice("scale", parsed.scale, SCALES)
     from softmax_rnn.experiments.reproduce import figure_runs, report_figure
+    from softmax_rnn.experiments.sweep import chosen_rates, trials
 
     experiment, scale, root = FIGURES[parsed.figure], SCALES[parsed.scale], Path(parsed.out)
+    fields, rates = parse_fields(parsed.fields), {}
     if parsed.variants is not None:
         experiment = experiment.only(parsed.variants)
-    runs = figure_runs(experiment, scale, root, parsed.seeds, parse_fields(parsed.fields))
+    runs = figure_runs(experiment, scale, root, parsed.seeds, fields)
 
     def report() -> None:
         show_paths(report_figure(experiment, scale, root, parsed.seeds))
 
+    if experiment.kind == "recall" and "learning_rate" not in fields:
+        first = trials(experiment, scale, root, parsed.seeds[0], fields)
+        if parsed.dry_run:
+            runs = [*first, *runs]
+        else:
+            _plan_or_run(parsed, first, root / scale.name, lambda: None)
+            rates = chosen_rates(first)
+            chosen = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+            print(f"Learning rates: {chosen}")
+            runs = figure_runs(experiment, scale, root, parsed.seeds, fields, rates)
     return _plan_or_run(parsed, runs, root / scale.name, report)
 
 

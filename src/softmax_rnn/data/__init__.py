@@ -6,6 +6,8 @@ from softmax_rnn.data.preparation import Progress
 from softmax_rnn.data.readers import CorpusError
 from softmax_rnn.data.rows import DocumentRows, Rows, TokenBlocks
 from softmax_rnn.data.shards import PreparedCorpus
+from softmax_rnn.data.task_rows import TaskCorpus, TaskRows, task_tokenizer
+from softmax_rnn.data.tasks import is_task, parse_task
 from softmax_rnn.data.tokenizer import load_tokenizer
 
 __all__ = [
@@ -15,8 +17,13 @@ __all__ = [
     "PreparedCorpus",
     "Progress",
     "Rows",
+    "TaskCorpus",
+    "TaskRows",
     "TokenBlocks",
+    "is_task",
     "load_tokenizer",
+    "parse_task",
     "prepare",
     "progress_bar",
+    "task_tokenizer",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +21,35 @@ _TABLE = 2**24  # for more blocks, the order is computed for each position separ
 IGNORED = -100  # the label of tokens that are not predicted
 
 
-class TokenBlocks(Dataset[dict[str, Tensor]]):
+class Rows(Dataset[dict[str, Tensor]], ABC):
+    """The rows of a split. Training reads them by position: the n-th row that it sees."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of rows."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """A row: ``input_ids``, ``labels``, and ``attention_mask`` if it may have padding."""
+
+    @abstractmethod
+    def drawn(self, seed: int, position: int) -> int:
+        """The row that training reads at ``position``."""
+
+    @abstractmethod
+    def drawn_tokens(self, seed: int, start: int, stop: int) -> int:
+        """Number of tokens at the positions from ``start`` to ``stop``, without padding."""
+
+    def drawn_rows(self, seed: int, start: int, stop: int) -> list[dict[str, Tensor]]:
+        """The rows at the positions from ``start`` to ``stop``."""
+        return [self[self.drawn(seed, position)] for position in range(start, stop)]
+
+    def predicted(self, seed: int, start: int, stop: int) -> int:
+        """Number of predicted tokens in these rows: all but the first of each."""
+        return self.drawn_tokens(seed, start, stop) - (stop - start)
+
+
+class TokenBlocks(Rows):
     """A token stream cut into blocks of ``block_size``; the last, shorter one is dropped.
 
     Raises:
@@ -76,7 +105,7 @@ def _permutation(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
-class DocumentRows(Dataset[dict[str, Tensor]]):
+class DocumentRows(Rows):
     """One document per row: truncated after ``block_size`` tokens, or padded on the right.
 
     Padding has the label -100 and 0 in the attention mask. A long text that was prepared in
@@ -140,6 +169,3 @@ def _check_tokens(tokens: NDArray[Any], corpus: PreparedCorpus, split: str) -> N
     rows, largest = corpus.manifest["vocab_size"], tokens.max(initial=0)
     if largest >= rows:
         raise corpus.damaged(f"a shard of its {split} split holds the id {largest} of {rows} ids")
-
-
-Rows = TokenBlocks | DocumentRows

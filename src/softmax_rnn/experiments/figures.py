@@ -16,15 +16,18 @@ class Panel:
     Attributes:
         title: the paper's name for it; if empty, the title of its corpus.
         variants: names, as ``compare`` takes them.
-        corpus: key into the scale's corpora: ``pile``, ``slimpajama`` or ``fineweb``.
+        corpus: key into the scale's corpora: ``pile``, ``slimpajama``, ``fineweb`` or ``recall``.
         condition: key into the scale's conditions: ``base``, ``large`` (larger model), ``long``
-            (longer sequence) or ``family`` (smaller, so that many variants finish in an hour).
+            (longer sequence), ``family`` (smaller, so that many variants finish in an hour) or
+            ``recall`` (a recall task).
+        width: of queries and keys: index into the scale's widths; by default a head's.
     """
 
     title: str
     variants: tuple[str, ...]
     corpus: str = "fineweb"
     condition: str = "base"
+    width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,16 @@ class Experiment:
         title: what the figure shows.
         panels: one per column of curves, or per line of final losses.
         kind: ``curves`` (loss against tokens, test above train), ``orders`` (final loss against
-            the highest power) or ``states`` (curves, and final loss against the size of the state).
+            the highest power), ``states`` (curves, and final loss against the size of the state) or
+            ``recall`` (accuracy against that size; the learning rate of each family is chosen
+            first).
         large: whether the figure is drawn larger, as in the appendix.
     """
 
     name: str
     title: str
     panels: tuple[Panel, ...]
-    kind: Literal["curves", "orders", "states"] = "curves"
+    kind: Literal["curves", "orders", "states", "recall"] = "curves"
     large: bool = False
 
     def only(self, variants: Sequence[str]) -> Experiment:
@@ -71,6 +76,17 @@ FAMILY = (
     *("taylor:2", "taylor:2+decay", "taylor_norm:2", "polynomial:2", "polynomial:2+decay"),
     *("linear_elu", "linear_elu+decay", "retnet", "mamba2", "gla"),
     *("power_retention:2", "based", "window_taylor:2"),
+)
+# Recall: orders and widths of queries and keys, in which the size of the state grows.
+SERIES_OF_RECALL = ("taylor", "taylor_norm", "polynomial", "taylor_elu")
+RECALL = (
+    *("softmax", "window:4", "window:16", "window:64"),
+    *(
+        f"{series}:{order}{decay}"
+        for series in SERIES_OF_RECALL
+        for decay in ("", "+decay")
+        for order in (1, 2, 3, 4)
+    ),
 )
 _DENOMINATORS = (
     *("softmax", "detached", "clamped", "length"),
@@ -137,6 +153,15 @@ FIGURES: dict[str, Experiment] = {
         ),
         Experiment(  # not in the paper
             "gaps", "Does the gap to softmax close?", (Panel("gaps", _GAPS),)
+        ),
+        Experiment(  # not in the paper
+            "recall",
+            "Recall against the size of the state",
+            tuple(
+                Panel("", RECALL, corpus="recall", condition="recall", width=width)
+                for width in range(4)
+            ),
+            kind="recall",
         ),
     )
 }

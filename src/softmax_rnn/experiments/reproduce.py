@@ -13,10 +13,12 @@ from softmax_rnn.experiments.claims import Runs, judge, verdict_table
 from softmax_rnn.experiments.figures import Experiment
 from softmax_rnn.experiments.plan import PlannedRun, require_different, run_folder
 from softmax_rnn.experiments.scales import SCALES, Scale
+from softmax_rnn.experiments.sweep import family
 from softmax_rnn.report.check import check_run
 from softmax_rnn.report.grid import Column, draw_curves, draw_orders
 from softmax_rnn.report.html import Section, page
 from softmax_rnn.report.outputs import report
+from softmax_rnn.report.recall import draw_recall
 from softmax_rnn.report.states import draw_states
 from softmax_rnn.report.table import by_variant, require_comparable
 from softmax_rnn.training.folder import RunFolder
@@ -28,6 +30,7 @@ def figure_runs(
     root: Path,
     seeds: Sequence[int],
     fields: Mapping[str, Any] | None = None,
+    rates: Mapping[str, float] | None = None,
 ) -> list[PlannedRun]:
     """Every run of a figure, once, ordered by seed.
 
@@ -37,6 +40,7 @@ def figure_runs(
         root: folder of the runs of all figures, which share runs.
         seeds: one run per variant and seed.
         fields: settings of every run that override the scale's.
+        rates: learning rates of families of variants (see :mod:`softmax_rnn.experiments.sweep`).
 
     Raises:
         ValueError: for a seed given twice, or invalid fields.
@@ -47,7 +51,9 @@ def figure_runs(
         for panel in experiment.panels:
             for variant in panel.variants:
                 folder = run_folder(root / scale.name / scale.folder_name(panel), variant, seed)
-                config = scale.config(panel, variant, seed, fields or {})
+                rate = (rates or {}).get(family(variant))
+                own = {} if rate is None else {"learning_rate": rate}
+                config = scale.config(panel, variant, seed, {**(fields or {}), **own})
                 runs[folder.path] = PlannedRun(config, folder)
     return list(runs.values())
 
@@ -65,13 +71,14 @@ def report_figure(
     for run in figure_runs(experiment, scale, root, seeds):
         if run.folder.finished:
             found[run.folder.path.parent].append(run.folder)
-    titles = {corpus.label: corpus.title for corpus in scale.corpora.values()}
+    titles = {scale.place(panel): scale.title(panel) for panel in experiment.panels}
     sections, conditions = [], {}
     for folder, runs in found.items():
         table, written = report(runs, folder)
         paths += written
         condition, _, corpus = folder.name.partition("-")
-        sections.append(Section(f"{titles[corpus]}, {condition} settings", runs, table))
+        title = f"{titles[condition, corpus]}, {condition} settings"
+        sections.append(Section(title, runs, table))
         conditions[condition, corpus] = by_variant(runs)
     overview = root / scale.name / experiment.name / "report.html"
     overview.parent.mkdir(exist_ok=True)
@@ -88,11 +95,13 @@ def draw(experiment: Experiment, scale: Scale, root: Path, seeds: Sequence[int])
         parent = root / scale.name / scale.folder_name(panel)
         runs = [run_folder(parent, name, seed) for seed in seeds for name in panel.variants]
         if finished := [run for run in runs if run.finished]:
-            columns.append(Column(panel.title or scale.corpora[panel.corpus].title, finished))
+            columns.append(Column(panel.title or scale.title(panel), finished))
     title = f"{experiment.title} ({scale.name} scale)"
     stem = root / scale.name / experiment.name
     if experiment.kind == "orders":
         return draw_orders(columns, title, stem)
+    if experiment.kind == "recall":
+        return draw_recall([run for column in columns for run in column.runs], title, stem)
     if experiment.kind == "states":
         return draw_states([run for column in columns for run in column.runs], title, stem)
     return draw_curves(columns, title, stem, experiment.large)

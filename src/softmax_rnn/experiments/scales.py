@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class Scale:
         base: settings of every run.
         conditions: further settings by condition.
         corpora: corpora by the name in a panel.
+        widths: of queries and keys, in the panels that have one.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Scale:
     base: Mapping[str, Any]
     conditions: Mapping[str, Mapping[str, Any]]
     corpora: Mapping[str, Corpus]
+    widths: Sequence[int] = (8, 16, 32, 64)
 
     def config(self, panel: Panel, variant: str, seed: int, fields: Mapping[str, Any]) -> RunConfig:
         """The configuration of a run; ``fields`` override the scale's settings.
@@ -46,20 +48,25 @@ class Scale:
         for name, instead in (("attention", "--variants"), ("seed", "--seeds")):
             if name in fields:
                 raise ValueError(f"{name} cannot be set here: use {instead}.")
-        return RunConfig.from_dict(
-            {
-                **self.base,
-                **self.conditions[panel.condition],
-                **self.corpora[panel.corpus].fields,
-                **fields,
-                "attention": variant,
-                "seed": seed,
-            }
-        )
+        settings = {
+            **self.base,
+            **self.conditions[panel.condition],
+            **self.corpora[panel.corpus].fields,
+            **fields,
+        }
+        if panel.width is not None:
+            settings["layer"] = {**settings.get("layer", {}), "qk_dim": self.widths[panel.width]}
+        return RunConfig.from_dict({**settings, "attention": variant, "seed": seed})
 
     def place(self, panel: Panel) -> tuple[str, str]:
-        """The condition and the label of the corpus of a panel's runs; figures share them."""
-        return panel.condition, self.corpora[panel.corpus].label
+        """The condition and corpus of a panel's runs, with their width; figures share them."""
+        width = "" if panel.width is None else f"-width{self.widths[panel.width]}"
+        return panel.condition, self.corpora[panel.corpus].label + width
+
+    def title(self, panel: Panel) -> str:
+        """The title of a panel's corpus, with its width."""
+        width = "" if panel.width is None else f", width {self.widths[panel.width]}"
+        return self.corpora[panel.corpus].title + width
 
     def folder_name(self, panel: Panel) -> str:
         """The name of the folder of a panel's runs: ``base-fineweb``."""
@@ -78,9 +85,54 @@ _INSTALLED = {
     "pile": Corpus("torch-headers", "PyTorch's C++ headers", {"corpus": "torch-headers"}),
     "slimpajama": Corpus("docstrings", "Docstrings", {"corpus": "docstrings"}),
     "fineweb": Corpus("stdlib", "Python's standard library", {"corpus": "stdlib"}),
+    "recall": Corpus(
+        "mqar", "16 pairs in 64 tokens", {"corpus": "task:mqar?pairs=16", "block_size": 64}
+    ),
+}
+# Zoology's settings, lengths x pairs; tests go beyond those of training.
+_ZOOLOGY = "64x4,128x8,256x16,256x32,256x64"
+_WEB["recall"] = Corpus(
+    "mqar",
+    "zoology's recall task",
+    {
+        "corpus": f"task:mqar?vocab=8192&settings={_ZOOLOGY}&test={_ZOOLOGY},512x128,1024x256",
+        "block_size": 256,
+        "tokenizer": "bytes",
+    },
+)
+# Two layers of [short convolution, attention] without an MLP, as zoology's; rotary positions are
+# not needed, since a pair is a key and the next token.
+_RECALL: dict[str, Any] = {
+    "num_layers": 2,
+    "intermediate_size": 0,
+    "num_heads": 1,
+    "layer": {"short_convolution": 3, "rotary": False},
+    "stop_at_accuracy": 0.99,
+    "skip_non_finite": 100,  # of the highest learning rates
+}
+_NARROW = (2, 4, 8, 16)  # at which every order fails somewhere, with 16 pairs
+_DEMO_RECALL: dict[str, Any] = {
+    **_RECALL,
+    "hidden_size": 64,
+    "batch_size": 32,
+    "steps": 600,
+    "evaluate_every": 100,
+    "save_every": 600,
+}
+_SMALL_RECALL: dict[str, Any] = {
+    **_RECALL,
+    "hidden_size": 128,
+    "initializer_range": 0.02,
+    "batch_size": 256,
+    "steps": 20_000,
+    "warmup_steps": 2_000,
+    "schedule_steps": None,
+    "evaluate_every": 500,
+    "save_every": 500,
+    "gradient_clip": 1.0,
 }
 
-_LONG = {"block_size": 4096}
+_LONG: dict[str, Any] = {"block_size": 4096}
 _DEMO = {
     **PRESETS["demo"],
     # After only 1,000 steps seeds differ by more than variants do.
@@ -94,6 +146,7 @@ _DEMO_CONDITIONS = {
     "large": {"hidden_size": 192, "intermediate_size": 384, "num_heads": 6},
     "long": {"block_size": 1024, "batch_size": 1},
     "family": {"num_layers": 2},
+    "recall": _DEMO_RECALL,
 }
 
 SCALES: dict[str, Scale] = {
@@ -109,6 +162,7 @@ SCALES: dict[str, Scale] = {
                 "family": {"num_layers": 2, "steps": 1_000, "evaluate_every": 250},
             },
             _INSTALLED,
+            _NARROW,
         ),
         Scale(
             "evening",
@@ -116,6 +170,7 @@ SCALES: dict[str, Scale] = {
             {**_DEMO, "steps": 7_500, "evaluate_every": 500, "save_every": 500},
             _DEMO_CONDITIONS,
             _INSTALLED,
+            _NARROW,
         ),
         Scale(
             "small",
@@ -128,14 +183,20 @@ SCALES: dict[str, Scale] = {
                 "evaluate_every": 500,
                 "save_every": 500,
             },
-            {"base": {}, "large": {"num_layers": 40}, "long": _LONG, "family": {}},
+            {
+                **{"base": {}, "large": {"num_layers": 40}, "long": _LONG, "family": {}},
+                "recall": _SMALL_RECALL,
+            },
             _WEB,
         ),
         Scale(
             "paper",
             "appendix D, with the schedule that the authors' code runs (decay over 1,000,000)",
             PRESETS["small"],
-            {"base": {}, "large": PRESETS["large"], "long": _LONG, "family": {}},
+            {
+                **{"base": {}, "large": PRESETS["large"], "long": _LONG, "family": {}},
+                "recall": _SMALL_RECALL,
+            },
             _WEB,
         ),
         Scale(
@@ -143,7 +204,7 @@ SCALES: dict[str, Scale] = {
             "appendix D exactly: the learning rate decays to zero at step 100,000",
             {**PRESETS["small"], "schedule_steps": None},
             {
-                **{"base": {}, "long": _LONG, "family": {}},
+                **{"base": {}, "long": _LONG, "family": {}, "recall": _SMALL_RECALL},
                 "large": {**PRESETS["large"], "schedule_steps": None},
             },
             _WEB,

@@ -20,7 +20,7 @@ from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn._utils.files import make_writable
 from softmax_rnn.experiments.launchers import Job, Launcher, launcher
 from softmax_rnn.experiments.plan import PlannedRun, require_trainable
-from softmax_rnn.training.run import load_blocks
+from softmax_rnn.training.run import load_rows
 from softmax_rnn.training.stopping import RunStopped, StopRequest
 
 _POLL_SECONDS = 0.5
@@ -103,7 +103,7 @@ def _check(runs: Sequence[PlannedRun]) -> None:
         if run.folder.exists:
             run.folder.check_same_config(run.config)
         if conditions not in manifests:
-            manifests[conditions] = load_blocks(plain)[0].manifest
+            manifests[conditions] = load_rows(plain)[0].manifest
         if run.folder.exists:
             run.folder.check_same_corpus(manifests[conditions])
         if run.folder.exists and not run.folder.finished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import torch
@@ -63,12 +64,24 @@ class SoftmaxRNNPreTrainedModel(LlamaPreTrainedModel):
         super().set_attn_implementation(MASKING)
 
 
+class _NoMLP(nn.Module):
+    """In place of an MLP: adds nothing to the residual stream."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Zeros."""
+        return torch.zeros_like(hidden_states)
+
+
 class SoftmaxRNNModel(SoftmaxRNNPreTrainedModel, LlamaModel):
-    """The decoder stack, as ``LlamaModel``."""
+    """The decoder stack, as ``LlamaModel``; without MLPs if ``intermediate_size`` is 0."""
 
     def __init__(self, config: SoftmaxRNNConfig) -> None:
-        super().__init__(config)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+            super().__init__(config)
         for index, layer in enumerate(self.layers):
+            if config.intermediate_size == 0:
+                layer.mlp, layer.post_attention_layernorm = _NoMLP(), nn.Identity()
             layer.self_attn = LlamaAttention(
                 config.hidden_size,
                 config.num_attention_heads,

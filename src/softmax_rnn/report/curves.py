@@ -57,9 +57,12 @@ def curves(runs: Sequence[RunFolder], split: str) -> list[Curve]:
 
 def mean_curve(variant: str, seeds: Sequence[pd.DataFrame]) -> Curve:
     """The curve of a variant, from the tokens and losses of each seed."""
-    # With one document per row, seeds see different numbers of tokens.
-    tokens = np.mean([points.tokens for points in seeds], axis=0)
-    losses = np.stack([points.loss for points in seeds])
+    # A run that ended early keeps its last value. With one document per row, seeds see different
+    # numbers of tokens.
+    longest = max(seeds, key=len)
+    same = [points.loss.reindex(longest.index, method="ffill") for points in seeds]
+    tokens = np.mean([points.tokens for points in seeds if len(points) == len(longest)], axis=0)
+    losses = np.stack(same)
     return Curve(variant, tokens, losses, *seed_interval(losses))
 
 

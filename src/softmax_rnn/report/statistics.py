@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +14,12 @@ from scipy import stats
 from softmax_rnn.training.folder import RunFolder
 
 BLOCKS_ONLY = "test blocks only"
+Measure = Literal["test_losses", "test_accuracies"]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean paired difference and its confidence interval, in nats per token.
+    """A mean paired difference and its confidence interval, of losses in nats per token or shares.
 
     Attributes:
         mean: the mean over seeds and test blocks.
@@ -80,9 +82,10 @@ def paired_runs(
     reference: Mapping[int, RunFolder],
     seeds: Sequence[int],
     confidence: float = 0.95,
+    measure: Measure = "test_losses",
 ) -> Difference:
-    """The paired difference of two variants' final test losses, on the given seeds."""
-    losses, others = (
-        np.stack([side[seed].test_losses for seed in seeds]) for side in (runs, reference)
+    """The paired difference of two variants' final test losses or accuracies, on these seeds."""
+    values, others = (
+        np.stack([getattr(side[seed], measure) for seed in seeds]) for side in (runs, reference)
     )
-    return paired_difference(losses, others, confidence)
+    return paired_difference(values, others, confidence)

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from rich.table import Table
 
+from softmax_rnn.data.tasks import is_task
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.systems import Variant
 from softmax_rnn.ops.variants import resolve_layer, variants
@@ -29,9 +30,10 @@ _MAY_DIFFER = ("attention", "layer", "seed", "corpus", "text_column", *RunConfig
 def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
     """One row per variant; losses are means over its seeds.
 
-    Columns: variant; seeds; parameters; state_bytes and state_kind (of one layer, see
-    :class:`softmax_rnn.report.memory.LayerMemory`); train_loss (mean over the last tenth of the
-    run); test_loss (on the full test split after the last step); difference, low and high
+    Columns: variant; seeds; learning_rate; parameters; state_bytes and state_kind (of one layer,
+    see :class:`softmax_rnn.report.memory.LayerMemory`); train_loss (mean over the last tenth of the
+    run); test_loss and test_accuracy (on the full test split after the last step; accuracy is NaN
+    for runs of earlier versions); difference, low and high
     (difference to softmax with its 95% interval, paired by seed and block; NaN without softmax);
     interval_over (what the interval covers: with one shared seed, test blocks only);
     tokens_per_second (median); peak_memory_bytes (maximum); skipped_steps and loss_spikes (sums
@@ -50,11 +52,13 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
         row = {
             "variant": variant,
             "seeds": len(seeds),
+            "learning_rate": next(iter(seeds.values())).config.learning_rate,
             "parameters": int(summaries.parameters[0]),
             "state_bytes": memory.size,
             "state_kind": memory.kind,
             "train_loss": summaries.train_loss.mean(),
             "test_loss": summaries.test_loss.mean(),
+            "test_accuracy": summaries.get("test_accuracy", pd.Series(dtype=float)).mean(),
             **dict.fromkeys(("difference", "low", "high"), np.nan),
             "interval_over": "",
             "tokens_per_second": summaries.tokens_per_second.median(),
@@ -71,7 +75,10 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
 
 
 def require_comparable(runs: Sequence[RunFolder]) -> None:
-    """Raise ``ValueError`` unless the runs differ in nothing but attention and seed."""
+    """Raise ``ValueError`` unless the runs differ in nothing but attention and seed.
+
+    On a task they may have different learning rates, and may have ended at different steps.
+    """
     for run in runs:
         run.check_same_attention()
     first = _conditions(runs[0])
@@ -87,13 +94,13 @@ def _conditions(run: RunFolder) -> dict[str, Any]:
     fields = run.config.to_dict()
     for name in _MAY_DIFFER:
         del fields[name]
-    return {
-        **fields,
-        **run.corpus,
-        "test blocks": len(run.test_losses),
-        "rows of metrics.jsonl": len(run.metrics),
-        "rows of evaluations.jsonl": len(run.evaluations),
-    }
+    if is_task(run.config.corpus):  # each family has the best of its own
+        del fields["learning_rate"]
+    found = {**fields, **run.corpus, "test blocks": len(run.test_losses)}
+    if run.config.stop_at_accuracy is not None:  # runs may end at different steps
+        return found
+    rows = {"metrics": len(run.metrics), "evaluations": len(run.evaluations)}
+    return found | {f"rows of {name}.jsonl": count for name, count in rows.items()}
 
 
 def by_variant(runs: Sequence[RunFolder]) -> dict[str, dict[int, RunFolder]]:
@@ -125,14 +132,17 @@ def by_variant(runs: Sequence[RunFolder]) -> dict[str, dict[int, RunFolder]]:
 def label(run: RunFolder) -> str:
     """The name of a run's attention in tables and figures.
 
-    This is the name of its variant. For an attention that is given by its fields, it is NAME if the
-    run's folder is ``NAME-seed0``, else the fields that differ from softmax's.
+    This is the name of its variant. For an attention that is given by its fields, or has layer
+    options of its own, it is NAME if the run's folder is ``NAME-seed0``, else the fields that
+    differ from softmax's.
     """
     attention = run.config.attention
-    if isinstance(attention, str):
-        return attention
     folder = run.path.absolute().name
     name = folder.removesuffix(f"-seed{run.config.seed}")
+    if isinstance(attention, str) and (
+        not run.config.layer or name in (folder, attention.replace(":", "-"))
+    ):
+        return attention
     if name != folder and may_name(name, run.config.variant):
         return name
     plain, fields = map(_fields, (Variant(AttentionSpec()), run.config.variant))
@@ -154,13 +164,16 @@ def may_name(name: str, attention: Variant) -> bool:
 
 
 def cells(table: pd.DataFrame) -> list[list[str]]:
-    """The table's cells as text, header first; all-zero event columns are dropped."""
+    """The table's cells as text, header first; columns that tell nothing are dropped."""
+    rates = table.learning_rate.unique()
     shown = {
         "variant": table.variant,
         "seeds": table.seeds.map(str),
+        **({} if len(rates) == 1 else {"learning rate": table.learning_rate.map("{:g}".format)}),
         "parameters": table.parameters.map("{:,}".format),
         "train loss": table.train_loss.map("{:.4f}".format),
         "test loss": table.test_loss.map("{:.4f}".format),
+        "test accuracy": table.test_accuracy.map(accuracy_text),
         f"minus {REFERENCE} [95% interval]": map(difference_text, table.to_dict("records")),
         "tokens/s": table.tokens_per_second.map("{:,.0f}".format),
         "state per layer": map(memory_text, table.to_dict("records")),
@@ -168,6 +181,11 @@ def cells(table: pd.DataFrame) -> list[list[str]]:
         **{title: table[x].map("{:,}".format) for x, title in _EVENTS.items() if table[x].any()},
     }
     return [list(shown), *(list(row) for row in zip(*shown.values(), strict=True))]
+
+
+def accuracy_text(share: float) -> str:
+    """A share of right predictions, or ``-`` if it was not measured."""
+    return "-" if np.isnan(share) else f"{share:.4f}"
 
 
 def difference_text(row: Mapping[Any, Any]) -> str:

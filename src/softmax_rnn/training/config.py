@@ -83,7 +83,7 @@ class RunConfig:
         layer: fields of LayerOptions in place of those of the variant, as in ``--layer.qk_dim 16``.
         seed: draws the initial values and the order of the blocks.
         hidden_size: width of the residual stream.
-        intermediate_size: width of the MLP.
+        intermediate_size: width of the MLP; 0 for none.
         num_layers: decoder layers.
         num_heads: query heads per layer.
         num_kv_heads: key/value heads per layer; by default num_heads.
@@ -91,7 +91,9 @@ class RunConfig:
         initializer_range: standard deviation of the initial weights (the paper: 0.02).
         corpus: ``stdlib`` (the source text of Python's standard library), ``torch-headers`` (C++),
             ``docstrings`` (English), a file, folder or glob, ``hf:owner/name[@config]`` of the
-            Hugging Face Hub, or a prepared corpus's folder.
+            Hugging Face Hub, a prepared corpus's folder, or ``task:NAME?option=value``, a synthetic
+            task in rows of block_size tokens. A task has its own tokens: tokenizer, test_fraction
+            and packing do not apply.
         text_column: key or column of the text in JSON lines, Parquet and datasets.
         tokenizer: ``bytes``, or a Hugging Face tokenizer's name or path.
         end_of_text: the token that ends every document; by default the tokenizer's own.
@@ -113,6 +115,8 @@ class RunConfig:
         beta2: AdamW's decay rate of the second moment.
         epsilon: AdamW's epsilon.
         weight_decay: AdamW's weight decay, on weight matrices.
+        stop_at_accuracy: end the run after the first evaluation in which at least this share of the
+            test split's predictions is right; by default never.
         gradient_clip: largest gradient norm; 0 for none, null for the paper's rule: 1 for
             variants with a gate, none for the others.
         skip_non_finite: number of consecutive steps that may be skipped because their loss or
@@ -136,7 +140,7 @@ class RunConfig:
     seed: Seed = 0
 
     hidden_size: PositiveInt = 128
-    intermediate_size: PositiveInt = 256
+    intermediate_size: Count = 256
     num_layers: PositiveInt = 4
     num_heads: PositiveInt = 4
     num_kv_heads: PositiveInt | None = None
@@ -163,6 +167,7 @@ class RunConfig:
     beta2: Decay = 0.999
     epsilon: NonNegative = 1e-7
     weight_decay: NonNegative = 0.01
+    stop_at_accuracy: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     gradient_clip: NonNegative | None = 1.0
     skip_non_finite: Annotated[Count, NEUTRAL] = 0
     precision: Precision = "auto"

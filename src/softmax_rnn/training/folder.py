@@ -9,6 +9,7 @@ events.jsonl         a row for each step without update, and for each loss spike
 checkpoint-N/        a complete checkpoint, with hashes and the rows so far
 lock                 held by the process that writes here
 test_losses.npy      the loss of every test block after the last step
+test_accuracies.npy  the share of right predictions in every test block after the last step
 summary.json         the results; only a finished run has it
 """
 
@@ -23,13 +24,16 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import (
+    Any,
+    NotRequired,  # pydantic needs this one before Python 3.12
+)
 
 import numpy as np
 import pandas as pd
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
-from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+from typing_extensions import TypedDict
 
 from softmax_rnn._utils.files import file_aside, sync, write_json, writing
 from softmax_rnn._utils.validation import Count, NonNegative, PositiveInt, Text, validated
@@ -55,6 +59,7 @@ class _EvaluationRow(TypedDict):
     step: Count
     tokens: Count
     test_loss: NonNegative
+    test_accuracy: NotRequired[NonNegative]  # earlier versions did not write it
 
 
 class _Split(TypedDict):
@@ -128,6 +133,11 @@ class RunFolder:
     def test_losses(self) -> NDArray[np.float64]:
         """The mean loss of every test block after the last step, nats per token."""
         return np.load(self.path / "test_losses.npy")
+
+    @property
+    def test_accuracies(self) -> NDArray[np.float64]:
+        """The share of right predictions in every test block after the last step."""
+        return np.load(self.path / "test_accuracies.npy")
 
     @property
     def checkpoints(self) -> list[Path]:

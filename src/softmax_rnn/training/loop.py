@@ -25,7 +25,8 @@ from transformers import PreTrainedTokenizerBase
 from softmax_rnn._utils.files import write_json
 from softmax_rnn._utils.integrity import seal
 from softmax_rnn._utils.progress import ProgressBar, notice
-from softmax_rnn.data import CorpusError, PreparedCorpus, Rows
+from softmax_rnn.data import CorpusError, PreparedCorpus, Rows, TaskCorpus
+from softmax_rnn.data.rows import IGNORED
 from softmax_rnn.models import SoftmaxRNNForCausalLM
 from softmax_rnn.models.modeling import checkpoint_activations
 from softmax_rnn.training.checkpoint import (
@@ -56,7 +57,7 @@ class Loop:
 
     config: RunConfig
     folder: RunFolder
-    corpus: PreparedCorpus
+    corpus: PreparedCorpus | TaskCorpus
     train_rows: Rows
     test_rows: Rows
     model: SoftmaxRNNForCausalLM  # with its initial weights
@@ -87,7 +88,10 @@ class Loop:
         if processes > 1 and not self.sharded:
             self.forward = accelerator.prepare_model(model)
         self.optimizer = adamw(model, config)
-        self.test_losses: NDArray[np.float64] | None = None  # mean loss of each test row
+        # Of each test row: its mean loss, and the share of its predictions that are right.
+        self.test_losses: NDArray[np.float64] | None = None
+        self.test_accuracies: NDArray[np.float64] | None = None
+        self.last_step = config.steps  # fewer if the run ends at its wanted accuracy
         self._tested_at = self._saved_at = -1  # steps
         self._loss_sum, self._loss_steps = 0.0, 0  # of the updates since the last row
         self._skipped_in_a_row = 0
@@ -114,11 +118,13 @@ class Loop:
 
     def _steps(self) -> None:
         config, shown = self.config, ""
-        evaluated = {row["step"] for row in read_rows(self.folder.evaluations_file)}
+        evaluated = {row["step"]: row for row in read_rows(self.folder.evaluations_file)}
+        for step, row in evaluated.items():
+            self._end_if_accurate(step, row.get("test_accuracy"))
         if self._evaluation_is_due() and self.step not in evaluated:
             self.evaluate()  # the run was stopped before this evaluation
         self.model.train()
-        while self.step < config.steps:
+        while self.step < self.last_step:
             started = time.perf_counter()
             rate = config.learning_rate * config.learning_rate_factor(self.step)
             loss = self.gradients()
@@ -141,9 +147,10 @@ class Loop:
             if self._evaluation_is_due():
                 self.evaluate()
                 self.model.train()
+            last = self.step == self.last_step
             if self.step % config.save_every == 0 or last:
                 self.save()
-        if self._tested_at != config.steps:  # an earlier session evaluated, but was killed
+        if self._tested_at != self.last_step:  # an earlier session evaluated, but was killed
             self.evaluate()
 
     def gradients(self) -> float:
@@ -154,14 +161,11 @@ class Loop:
         config, rank = self.config, self.accelerator.process_index
         processes = self.accelerator.num_processes
         first = self.step * config.batch_size
-        # The first token of a row is not predicted.
-        tokens = self.train_rows.drawn_tokens(config.seed, first, first + config.batch_size)
-        predicted = max(tokens - config.batch_size, 1)
+        predicted = max(self.train_rows.predicted(config.seed, first, first + config.batch_size), 1)
         total = 0.0
         for part in range(config.accumulation):
             start = first + (part * processes + rank) * self.share
-            drawn = [self.train_rows.drawn(config.seed, start + i) for i in range(self.share)]
-            batch = self._batch([self.train_rows[index] for index in drawn])
+            batch = self._batch(self.train_rows.drawn_rows(config.seed, start, start + self.share))
             last = part == config.accumulation - 1  # averages gradients over the processes
             if self.sharded:
                 self.forward.set_requires_gradient_sync(last)
@@ -231,11 +235,14 @@ class Loop:
         return f"loss {loss:.3f}"
 
     def evaluate(self) -> None:
-        """The mean loss over all predicted tokens of the test split, and of each of its rows."""
+        """The mean loss and accuracy over all predicted tokens of the test split.
+
+        The mean loss of each of its rows is kept, too.
+        """
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         count = len(self.test_rows)
         size = min(2 * self.share, -(-count // processes))  # twice as many: no gradients
-        losses = torch.zeros(2, count, dtype=torch.float64, device=self.accelerator.device)
+        sums = torch.zeros(3, count, dtype=torch.float64, device=self.accelerator.device)
         self.model.eval()
         for start in range(0, count, size * processes):
             if stopped := self.stop_request():
@@ -244,36 +251,39 @@ class Loop:
             # A sharded model needs every process for every batch, so the last row may be repeated.
             found = self.test_batch([min(place, count - 1) for place in places])
             mine = [place for place in places if place < count]
-            losses[:, mine] = found[:, : len(mine)]
-        losses = self.accelerator.reduce(losses, "sum")
-        totals, counts = losses.cpu().numpy()
+            sums[:, mine] = found[:, : len(mine)]
+        losses, right, counts = self.accelerator.reduce(sums, "sum").cpu().numpy()
         if not counts.any():
             raise CorpusError("The test split has no token to predict: each row is one token long.")
-        self.test_losses, self._tested_at = totals / np.maximum(counts, 1), self.step
+        self.test_losses, self._tested_at = losses / np.maximum(counts, 1), self.step
+        self.test_accuracies = right / np.maximum(counts, 1)
         loss = float(np.average(self.test_losses, weights=counts))
+        accuracy = float(right.sum() / counts.sum())
         if not math.isfinite(loss):
             raise NonFiniteError(f"The test loss after step {self.step} is {loss}.")
         if self.accelerator.is_main_process:
-            self.metrics.add_evaluation(self.step, loss)
-        self.accelerator.log({"test_loss": loss}, self.step)
+            self.metrics.add_evaluation(self.step, loss, accuracy)
+        self.accelerator.log({"test_loss": loss, "test_accuracy": accuracy}, self.step)
+        self._end_if_accurate(self.step, accuracy)
         self.bar.update(self.step, f"test {loss:.3f}")
 
     @torch.no_grad()
     def test_batch(self, places: Sequence[int]) -> Tensor:
-        """The sum of the losses of these test rows, and their predicted tokens; [2, rows]."""
+        """Of each of these test rows: its losses' sum, its right and its predicted tokens."""
         batch = self._batch([self.test_rows[place] for place in places])
         labels = batch.pop("labels")[:, 1:]
         with self._autocast():
             logits = self.model(**batch, use_cache=False).logits[:, :-1].float()
         losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")  # 0 at -100
-        return torch.stack([losses.double().sum(1), (labels != -100).sum(1).double()])
+        right = logits.argmax(-1) == labels
+        return torch.stack([x.double().sum(1) for x in (losses, right, labels != IGNORED)])
 
     def save(self) -> None:
         """Write a checkpoint under a temporary name, with hashes, and rename it."""
         config, accelerator, name = self.config, self.accelerator, f"checkpoint-{self.step}"
         parts = self.folder.path / f".{name}.parts"  # shared by all processes
         written = parts / name
-        weights = not self.sharded or self.step == config.steps
+        weights = not self.sharded or self.step == self.last_step
         try:
             with together(accelerator):
                 self.corpus.check_unchanged()  # else the model was trained on other text
@@ -327,8 +337,14 @@ class Loop:
 
     def _evaluation_is_due(self) -> bool:
         return self.step > 0 and (
-            self.step % self.config.evaluate_every == 0 or self.step == self.config.steps
+            self.step % self.config.evaluate_every == 0 or self.step == self.last_step
         )
+
+    def _end_if_accurate(self, step: int, accuracy: float | None) -> None:
+        """Make a step the run's last one if its accuracy is the one that the run is to reach."""
+        wanted = self.config.stop_at_accuracy
+        if wanted is not None and accuracy is not None and accuracy >= wanted:
+            self.last_step = min(self.last_step, step)
 
     def stop_request(self) -> int:
         """The signal that requests a stop, in any process; 0 for none."""

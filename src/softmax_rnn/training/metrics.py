@@ -57,11 +57,12 @@ class MetricRows:
         if row["loss"] is not None:
             self._look_for_a_spike(step, loss)
 
-    def add_evaluation(self, step: int, test_loss: float) -> None:
+    def add_evaluation(self, step: int, test_loss: float, test_accuracy: float) -> None:
         """Write the row of an evaluation, unless an earlier, killed session has written it."""
         rows = read_rows(self.folder.evaluations_file)
         if not rows or rows[-1]["step"] < step:
-            row = {"step": step, "tokens": self.tokens(step), "test_loss": test_loss}
+            found = {"test_loss": test_loss, "test_accuracy": test_accuracy}
+            row = {"step": step, "tokens": self.tokens(step), **found}
             append_row(self.folder.evaluations_file, row)
 
     def _look_for_a_spike(self, step: int, loss: float) -> None:

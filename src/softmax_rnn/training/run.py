@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from softmax_rnn._utils.files import make_writable, remove_leftovers, write_json
@@ -23,10 +24,15 @@ from softmax_rnn.data import (
     DocumentRows,
     PreparedCorpus,
     Rows,
+    TaskCorpus,
+    TaskRows,
     TokenBlocks,
+    is_task,
     load_tokenizer,
+    parse_task,
     prepare,
     progress_bar,
+    task_tokenizer,
 )
 from softmax_rnn.models import SoftmaxRNNConfig, SoftmaxRNNForCausalLM, initialize
 from softmax_rnn.training.checkpoint import newest_whole, read_progress
@@ -45,7 +51,7 @@ def load_corpus(config: RunConfig, *, workers: int | None = None) -> PreparedCor
     with progress_bar(f"Tokenising {config.corpus}") as progress:
         return prepare(
             config.corpus,
-            load_tokenizer(config.tokenizer, end_of_text=config.end_of_text),
+            run_tokenizer(config),
             text_column=config.text_column,
             test_fraction=config.test_fraction,
             split_seed=config.split_seed,
@@ -55,13 +61,17 @@ def load_corpus(config: RunConfig, *, workers: int | None = None) -> PreparedCor
         )
 
 
-def load_blocks(config: RunConfig) -> tuple[PreparedCorpus, Rows, Rows]:
-    """The run's corpus, and its blocks or documents for training and testing."""
+def load_rows(config: RunConfig) -> tuple[PreparedCorpus | TaskCorpus, Rows, Rows]:
+    """The run's corpus, and its rows for training and testing."""
     for tracker in config.trackers:
         if find_spec(tracker) is None:
             raise ValueError(
                 f"--{tracker} needs an additional package: pip install 'softmax-rnn[{tracker}]'."
             )
+    if is_task(config.corpus):
+        task = parse_task(config.corpus, config.block_size)
+        test_rows = TaskRows(task.for_testing(), "test", config.split_seed)
+        return TaskCorpus.of(task, test_rows), TaskRows(task, "train", config.seed), test_rows
     corpus = load_corpus(config)
     corpus.check_unchanged()
     rows = DocumentRows if config.packing == "documents" else TokenBlocks
@@ -69,7 +79,14 @@ def load_blocks(config: RunConfig) -> tuple[PreparedCorpus, Rows, Rows]:
     return corpus, train, test
 
 
-def model_config(config: RunConfig, vocab_size: int, end_of_text: int) -> SoftmaxRNNConfig:
+def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of the run's corpus."""
+    if is_task(config.corpus):
+        return task_tokenizer(parse_task(config.corpus, config.block_size).vocab_size)
+    return load_tokenizer(config.tokenizer, end_of_text=config.end_of_text)
+
+
+def model_config(config: RunConfig, vocab_size: int, end_of_text: int | None) -> SoftmaxRNNConfig:
     """The model of a run."""
     rows = vocab_size if config.vocab_size is None else config.vocab_size
     if rows < vocab_size:
@@ -126,7 +143,7 @@ def train(
     with StopRequest(stop_after) as stop:
         folder = RunFolder(path)
         _check(folder, config, resume)
-        corpus, train_rows, test_rows = load_blocks(config)
+        corpus, train_rows, test_rows = load_rows(config)
         if folder.exists:
             folder.check_same_corpus(corpus.manifest)
             if folder.finished:
@@ -145,9 +162,9 @@ def train(
             log_with=config.trackers or None,
             project_dir=path,
         )
-        tokenizer = load_tokenizer(config.tokenizer, end_of_text=config.end_of_text)
         loop = Loop(
-            config, folder, corpus, train_rows, test_rows, model, tokenizer, accelerator, stop
+            *(config, folder, corpus, train_rows, test_rows),
+            *(model, run_tokenizer(config), accelerator, stop),
         )
         if config.fsdp and accelerator.num_processes == 1:
             notice(
@@ -237,18 +254,21 @@ def _finish(loop: Loop, folder: RunFolder) -> None:
     if not updates.any():
         raise NonFiniteError(f"None of the {config.steps} steps made an update.")
     last_tenth = updates & (
-        metrics.step > min(0.9 * config.steps, metrics.step[updates].iloc[-1] - 1)
+        metrics.step > min(0.9 * loop.last_step, metrics.step[updates].iloc[-1] - 1)
     )
     assert loop.test_losses is not None
+    assert loop.test_accuracies is not None
     np.save(folder.path / "test_losses.npy", loop.test_losses)
+    np.save(folder.path / "test_accuracies.npy", loop.test_accuracies)
     write_json(
         folder.summary_file,
         {
             "parameters": loop.model.num_parameters(),
-            "steps": config.steps,
+            "steps": loop.last_step,
             "tokens": int(folder.evaluations.tokens.iloc[-1]),
             "train_loss": float(np.average(metrics.loss[last_tenth], weights=own[last_tenth])),
             "test_loss": float(folder.evaluations.test_loss.iloc[-1]),
+            "test_accuracy": float(folder.evaluations.test_accuracy.iloc[-1]),
             "tokens_per_second": float(metrics.tokens_per_second.median()),
             "skipped_steps": sum(row["event"] == "non_finite" for row in folder.events),
             "loss_spikes": loss_spikes(metrics.loss),

@@ -1,0 +1,68 @@
+"""Choose the learning rate of each family of variants by trial runs, once, with one seed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from softmax_rnn.experiments.figures import Experiment
+from softmax_rnn.experiments.plan import PlannedRun, run_folder
+from softmax_rnn.experiments.scales import Scale
+
+# Zoology's: logspace(-3, -1.5, 4).
+RATES = (1e-3, 3.16e-3, 1e-2, 3.16e-2)
+
+
+def family(variant: str) -> str:
+    """A variant's name without its order or size: ``taylor+decay`` for ``taylor:2+decay``."""
+    return re.sub(r":\d+", "", variant)
+
+
+def trials(
+    experiment: Experiment, scale: Scale, root: Path, seed: int, fields: Mapping[str, Any]
+) -> list[PlannedRun]:
+    """A run per family and learning rate.
+
+    Of each family it is the middle variant (order 2 of 1 to 4) in the figure's middle panel.
+    """
+    panel = experiment.panels[(len(experiment.panels) - 1) // 2]
+    parent = root / scale.name / experiment.name / "rates"
+    runs = []
+    for names in _families(panel.variants).values():
+        name = names[(len(names) - 1) // 2]
+        for rate in RATES:
+            config = scale.config(panel, name, seed, {**fields, "learning_rate": rate})
+            runs.append(PlannedRun(config, run_folder(parent, f"{name}-rate{rate:g}", seed)))
+    return runs
+
+
+def chosen_rates(runs: Sequence[PlannedRun]) -> dict[str, float]:
+    """The best learning rate of each family, from its finished trials.
+
+    The best trial has the highest accuracy, up to the one at which runs end; then the fewest steps;
+    then the lowest loss.
+
+    Raises:
+        ValueError: if no trial of a family is finished.
+    """
+    best: dict[str, tuple[Any, float]] = {}
+    for run in runs:
+        if run.folder.finished:
+            summary, name = run.folder.summary, family(str(run.config.attention))
+            accuracy = min(summary["test_accuracy"], run.config.stop_at_accuracy or 1.0)
+            order = -accuracy, summary["steps"], summary["test_loss"]
+            found = order, run.config.learning_rate
+            best[name] = min(best.get(name, found), found)
+    missing = {family(str(run.config.attention)) for run in runs} - set(best)
+    if missing:
+        raise ValueError(f"No trial of a learning rate is finished for {', '.join(missing)}.")
+    return {name: rate for name, (_, rate) in best.items()}
+
+
+def _families(variants: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for variant in variants:
+        found.setdefault(family(variant), []).append(variant)
+    return found
