@@ -334,7 +334,7 @@ def test_tasks_cannot_be_changed() -> None:
             "task:mqar?pair=3",
             64,
             "Unknown option of task:mqar: 'pair'. Did you mean 'pairs'? "
-            "Allowed: pairs, vocab, power, filler, writes, settings.",
+            "Allowed: pairs, vocab, power, filler, writes, settings, test.",
         ),
         ("task:mqar?block_size=3", 64, "Unknown option of task:mqar: 'block_size'."),
         ("task:mqar?", 64, "task:mqar: an option is written option=value, not ''."),
@@ -430,3 +430,16 @@ def test_errors_name_the_value_and_what_is_allowed(
     with pytest.raises(ValueError) as error:
         parse_task(text, block_size)
     assert str(error.value).startswith(message)
+
+
+def test_the_test_split_may_have_longer_rows() -> None:
+    task = parse_task("task:mqar?settings=16x2,32x4&test=32x4,64x8", 32)
+    longer = task.for_testing()
+    assert longer == parse_task("task:mqar?settings=32x4,64x8", 64)
+    assert longer.draw(0, np.arange(3))[0].shape == (3, 64)
+    assert parse_task("task:mqar?pairs=2&test=16x4", 8).for_testing().block_size == 16
+    assert parse_task("task:parity", 8).for_testing() == parse_task("task:parity", 8)
+    with pytest.raises(ValueError, match="must be at least 32, not 16"):
+        parse_task("task:mqar?test=16x8", 64)
+    with pytest.raises(ValueError, match="lengths and pairs such as"):
+        parse_task("task:mqar?test=16,8", 64)

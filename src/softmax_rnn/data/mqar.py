@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -40,6 +40,7 @@ class Mqar(Task):
         settings: a mixture instead of ``pairs``, as lengths and pairs: ``64x4,128x8``. Each row
             draws one of them, evenly, and is padded on the right with 0. One that is given twice is
             drawn twice as often.
+        test: settings of the rows of the test split, which may be longer; by default the same.
     """
 
     name: ClassVar[str] = "mqar"
@@ -49,6 +50,7 @@ class Mqar(Task):
     filler: Literal["random", "zero"] = "random"
     writes: PositiveInt = 1
     settings: Text | None = None
+    test: Text | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,6 +70,7 @@ class Mqar(Task):
             object.__setattr__(self, "settings", ",".join(f"{t}x{n}" for t, n in self.mixture))
         for length, pairs in self.mixture:
             self._check(length, pairs)
+        self.for_testing()  # raises for invalid settings
 
     def _check(self, length: int, pairs: int) -> None:
         what = "block_size" if self.settings is None else f"the length of {length}x{pairs}"
@@ -99,6 +102,14 @@ class Mqar(Task):
             return ((self.block_size, self.pairs),)
         parts = (setting.split("x") for setting in self.settings.split(","))
         return tuple(sorted((int(length), int(pairs)) for length, pairs in parts))
+
+    def for_testing(self) -> Mqar:
+        """The task of the test split: with the settings of ``test``, if it is given."""
+        if self.test is None:
+            return self
+        lengths = (int(length) for length in re.findall(r"(\d+)x", self.test))
+        longest = max(lengths, default=self.block_size)
+        return replace(self, block_size=longest, pairs=None, settings=self.test, test=None)
 
     @property
     def vocab_size(self) -> int:

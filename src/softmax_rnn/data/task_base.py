@@ -75,6 +75,10 @@ class Task(abc.ABC):
     def predicted(self, seed: int, positions: Integers) -> Integers:
         """[N] number of labels other than -100 in each of these rows; no row is drawn for it."""
 
+    def for_testing(self) -> Task:
+        """The task of the test split; by default the same."""
+        return self
+
     def require_length(self, least: int, reason: str) -> None:
         """Raise ``ValueError`` if rows are shorter than ``least``."""
         if self.block_size < least:

@@ -17,7 +17,7 @@ from softmax_rnn._utils.integrity import sha256
 from softmax_rnn.data.draws import mix
 from softmax_rnn.data.manifest import SPLITS
 from softmax_rnn.data.rows import Rows
-from softmax_rnn.data.tasks import Task
+from softmax_rnn.data.task_base import Task
 
 TEST_ROWS = 512
 _HASHED_ROWS = 64  # of each split, so that a changed definition is noticed

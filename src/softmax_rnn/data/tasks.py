@@ -183,6 +183,11 @@ TASKS: dict[str, type[Task]] = {
 }
 
 
+def is_task(corpus: str) -> bool:
+    """Whether a corpus is a task."""
+    return corpus.startswith(PREFIX)
+
+
 def parse_task(text: str, block_size: int) -> Task:
     """The task that ``text`` describes: ``task:mqar?pairs=16&vocab=128``.
 

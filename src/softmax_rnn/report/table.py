@@ -32,9 +32,9 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
 
     Columns: variant; seeds; learning_rate; parameters; state_bytes and state_kind (of one layer,
     see :class:`softmax_rnn.report.memory.LayerMemory`); train_loss (mean over the last tenth of the
-    run); test_loss and test_accuracy (on the full test split after the last step; accuracy is NaN
-    for runs of earlier versions); difference, low and high
-    (difference to softmax with its 95% interval, paired by seed and block; NaN without softmax);
+    run); test_loss and test_accuracy (on the full test split after the last step; accuracy is that
+    of a task's answers, and NaN for text); difference, low and high (difference to softmax with its
+    95% interval, paired by seed and block; NaN without softmax);
     interval_over (what the interval covers: with one shared seed, test blocks only);
     tokens_per_second (median); peak_memory_bytes (maximum); skipped_steps and loss_spikes (sums
     over seeds).
@@ -48,17 +48,18 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
     rows = []
     for variant, seeds in grouped.items():
         summaries = pd.DataFrame([run.summary for run in seeds.values()])
-        memory = layer_memory(next(iter(seeds.values())).config)
+        config = next(iter(seeds.values())).config
+        memory, asked = layer_memory(config), is_task(config.corpus)
         row = {
             "variant": variant,
             "seeds": len(seeds),
-            "learning_rate": next(iter(seeds.values())).config.learning_rate,
+            "learning_rate": config.learning_rate,
             "parameters": int(summaries.parameters[0]),
             "state_bytes": memory.size,
             "state_kind": memory.kind,
             "train_loss": summaries.train_loss.mean(),
             "test_loss": summaries.test_loss.mean(),
-            "test_accuracy": summaries.get("test_accuracy", pd.Series(dtype=float)).mean(),
+            "test_accuracy": summaries.test_accuracy.mean() if asked else np.nan,
             **dict.fromkeys(("difference", "low", "high"), np.nan),
             "interval_over": "",
             "tokens_per_second": summaries.tokens_per_second.median(),
@@ -173,7 +174,11 @@ def cells(table: pd.DataFrame) -> list[list[str]]:
         "parameters": table.parameters.map("{:,}".format),
         "train loss": table.train_loss.map("{:.4f}".format),
         "test loss": table.test_loss.map("{:.4f}".format),
-        "test accuracy": table.test_accuracy.map(accuracy_text),
+        **(
+            {"test accuracy": table.test_accuracy.map("{:.4f}".format)}
+            if table.test_accuracy.notna().all()
+            else {}
+        ),
         f"minus {REFERENCE} [95% interval]": map(difference_text, table.to_dict("records")),
         "tokens/s": table.tokens_per_second.map("{:,.0f}".format),
         "state per layer": map(memory_text, table.to_dict("records")),
@@ -181,11 +186,6 @@ def cells(table: pd.DataFrame) -> list[list[str]]:
         **{title: table[x].map("{:,}".format) for x, title in _EVENTS.items() if table[x].any()},
     }
     return [list(shown), *(list(row) for row in zip(*shown.values(), strict=True))]
-
-
-def accuracy_text(share: float) -> str:
-    """A share of right predictions, or ``-`` if it was not measured."""
-    return "-" if np.isnan(share) else f"{share:.4f}"
 
 
 def difference_text(row: Mapping[Any, Any]) -> str:

@@ -241,7 +241,9 @@ class Loop:
         """
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         count = len(self.test_rows)
-        size = min(2 * self.share, -(-count // processes))  # twice as many: no gradients
+        longer = len(self.test_rows[0]["input_ids"]) / self.config.block_size  # of a task's rows
+        size = max(1, int(2 * self.share / longer))  # twice as many: no gradients
+        size = min(size, -(-count // processes))
         sums = torch.zeros(3, count, dtype=torch.float64, device=self.accelerator.device)
         self.model.eval()
         for start in range(0, count, size * processes):
