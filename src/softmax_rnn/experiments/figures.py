@@ -36,14 +36,15 @@ class Experiment:
         title: what the figure shows.
         panels: one per column of curves, or per line of final losses.
         kind: ``curves`` (loss against tokens, test above train), ``orders`` (final loss against
-            the highest power) or ``states`` (curves, and final loss against the size of the state).
+            the highest power), ``states`` (curves, and final loss against the size of the state) or
+            ``gaps`` (test loss minus softmax's against tokens, with power laws).
         large: whether the figure is drawn larger, as in the appendix.
     """
 
     name: str
     title: str
     panels: tuple[Panel, ...]
-    kind: Literal["curves", "orders", "states"] = "curves"
+    kind: Literal["curves", "orders", "states", "gaps"] = "curves"
     large: bool = False
 
     def only(self, variants: Sequence[str]) -> Experiment:
@@ -136,7 +137,7 @@ FIGURES: dict[str, Experiment] = {
             kind="states",
         ),
         Experiment(  # not in the paper
-            "gaps", "Does the gap to softmax close?", (Panel("gaps", _GAPS),)
+            "gaps", "Gaps to softmax", (Panel("gaps", _GAPS),), kind="gaps"
         ),
     )
 }

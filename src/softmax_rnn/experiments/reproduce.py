@@ -14,12 +14,16 @@ from softmax_rnn.experiments.figures import Experiment
 from softmax_rnn.experiments.plan import PlannedRun, require_different, run_folder
 from softmax_rnn.experiments.scales import SCALES, Scale
 from softmax_rnn.report.check import check_run
+from softmax_rnn.report.gaps import draw_gaps
 from softmax_rnn.report.grid import Column, draw_curves, draw_orders
 from softmax_rnn.report.html import Section, page
 from softmax_rnn.report.outputs import report
 from softmax_rnn.report.states import draw_states
 from softmax_rnn.report.table import by_variant, require_comparable
 from softmax_rnn.training.folder import RunFolder
+
+# How the figures of one panel are drawn, by kind.
+_ONE_PANEL = {"states": draw_states, "gaps": draw_gaps}
 
 
 def figure_runs(
@@ -93,8 +97,9 @@ def draw(experiment: Experiment, scale: Scale, root: Path, seeds: Sequence[int])
     stem = root / scale.name / experiment.name
     if experiment.kind == "orders":
         return draw_orders(columns, title, stem)
-    if experiment.kind == "states":
-        return draw_states([run for column in columns for run in column.runs], title, stem)
+    runs = [run for column in columns for run in column.runs]
+    if experiment.kind in _ONE_PANEL:
+        return _ONE_PANEL[experiment.kind](runs, title, stem)
     return draw_curves(columns, title, stem, experiment.large)
 
 
