@@ -121,7 +121,7 @@ def test_some_of_a_figures_variants() -> None:
     assert [panel.variants for panel in some.panels] == [("length", "gate"), ("gate", "length")]
 
 
-@pytest.mark.parametrize("figure", ["figure2", "figure5", "figure6", "figure9"])
+@pytest.mark.parametrize("figure", ["figure2", "figure5", "figure6", "figure9", "gaps"])
 def test_a_figure_is_drawn_from_what_is_finished(figure: str, tmp_path: Path) -> None:
     scale = SCALES["demo"]
     for run in figure_runs(FIGURES[figure], scale, tmp_path, (0, 1)):
@@ -129,7 +129,7 @@ def test_a_figure_is_drawn_from_what_is_finished(figure: str, tmp_path: Path) ->
         run.folder.path.parent.mkdir(parents=True, exist_ok=True)
         made.path.rename(run.folder.path)
     paths = draw(FIGURES[figure], scale, tmp_path, (0, 1))
-    assert [path.name for path in paths] == [f"{figure}.png", f"{figure}.svg"]
+    assert [path.name for path in paths[:2]] == [f"{figure}.png", f"{figure}.svg"]
     text = paths[1].read_text()
     for panel in FIGURES[figure].panels:
         if FIGURES[figure].kind == "orders":
