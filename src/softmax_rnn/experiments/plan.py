@@ -63,6 +63,7 @@ def require_trainable(config: RunConfig, name: str) -> None:
     tokens = torch.zeros(1, min(config.block_size, 4), dtype=torch.int64)
     try:
         with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)  # the same answer each time
             small = model_config(replace(config, num_layers=1, vocab_size=2), 2, 0)
             SoftmaxRNNForCausalLM(small)(input_ids=tokens, labels=tokens).loss.backward()
     except Exception as error:  # an attention may raise anything
