@@ -1,7 +1,9 @@
 """Make the tables and figures of results.md from runs: ``python docs/results.py RUNS``.
 
-RUNS is the ``--out`` folder of ``softmax-rnn reproduce``, by default ``runs``. Unfinished figures
-and the claims on them are not changed on the page.
+RUNS is the ``--out`` folder of ``softmax-rnn reproduce``, by default ``runs``. A figure is drawn at
+the longest scale at which all its runs are finished, if possible with three seeds. A claim is
+judged at the longest scale with three seeds for each of its checks. Unfinished figures and the
+claims on them are not changed on the page.
 """
 
 from __future__ import annotations
@@ -9,65 +11,162 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-import pandas as pd
+from typing import Any
 
 from softmax_rnn._utils.files import write_text
-from softmax_rnn.experiments.claims import OWN, PAPER, judge, verdict_table
+from softmax_rnn.experiments.claims import OWN, PAPER, Runs, Verdict, judge, verdict_table
 from softmax_rnn.experiments.figures import FIGURES, Experiment
 from softmax_rnn.experiments.reproduce import draw, finished_runs
-from softmax_rnn.experiments.scales import SCALES
+from softmax_rnn.experiments.scales import SCALES, Scale
 from softmax_rnn.report import markdown
+from softmax_rnn.report.curves import MIN_SEEDS, seed_interval
+from softmax_rnn.report.gaps import gap_table
+from softmax_rnn.report.laws import PAPER_TOKENS, gaps, law_of_ends
 from softmax_rnn.report.table import difference_text, memory_text, results
-from softmax_rnn.training.folder import RunFolder
 
-HERE, SCALE = Path(__file__).parent, SCALES["demo"]
+HERE = Path(__file__).parent
+
+# Why a claim does not hold at our scales, by its source and number: one sentence each.
+WHY: dict[tuple[str, int], str] = {}
+
+Found = Mapping[tuple[str, str], Runs]  # by condition and corpus
 
 
-Runs = dict[str, dict[int, RunFolder]]
+def losses(experiment: Experiment, scale: Scale, found: Found) -> str:
+    """The tables of a figure's variants, one for each condition and corpus.
 
-
-def losses(experiment: Experiment, runs: Runs) -> str:
-    """The table of a figure's variants: losses, and the paired difference to softmax.
-
-    For a figure against states, also the state of a layer and the number of parameters.
+    They have the losses, and the paired difference to softmax. For a figure against states, also
+    the state of a layer and the number of parameters.
     """
-    names = dict.fromkeys(name for panel in experiment.panels for name in panel.variants)
-    table = results([run for name in names for run in runs.get(name, {}).values()])
-    rows = [
-        {
-            "variant": f"`{row['variant']}`",
-            "seeds": str(row["seeds"]),
-            "train loss": f"{row['train_loss']:.4f}",
-            "test loss": f"{row['test_loss']:.4f}",
-            "minus softmax [95% interval]": difference_text(row),
-            "state per layer": memory_text(row),
-            "parameters": f"{row['parameters']:,}",
-        }
-        for row in table.to_dict("records")
-    ]
-    shown = list(rows[0])[: None if experiment.kind == "states" else -2]
-    lines = markdown.table(shown, ([row[name] for name in shown] for row in rows), left=len(shown))
-    return f"{lines}\n\n{conditions({name: runs[name] for name in names})}"
+    parts = []
+    places = places_of(experiment, scale)
+    for place, names in places.items():
+        runs = found[place]
+        table = results([run for name in names for run in runs.get(name, {}).values()])
+        rows = [
+            {
+                "variant": f"`{row['variant']}`",
+                "seeds": str(row["seeds"]),
+                "train loss": f"{row['train_loss']:.4f}",
+                "test loss": f"{row['test_loss']:.4f}",
+                "minus softmax [95% interval]": difference_text(row),
+                "state per layer": memory_text(row),
+                "parameters": f"{row['parameters']:,}",
+            }
+            for row in table.to_dict("records")
+        ]
+        shown = list(rows[0])[: None if experiment.kind == "states" else -2]
+        cells = ([row[name] for name in shown] for row in rows)
+        title = "{} settings, corpus `{}`:".format(*place).capitalize()
+        parts += [title] if len(places) > 1 else []
+        parts.append(markdown.table(shown, cells, left=len(shown)))
+        parts.append(conditions({name: runs[name] for name in names}))
+    return "\n\n".join(parts)
 
 
-def verdicts(found: dict[tuple[str, str], Runs], before: str, source: str) -> str:
-    """The claims of a source with their checks; those not run are copied from ``before``."""
-    rows = pd.DataFrame(
-        row for row in verdict_table(judge(found, SCALE)) if row["source"] == source
+def places_of(experiment: Experiment, scale: Scale) -> dict[tuple[str, str], list[str]]:
+    """The variants of a figure by condition and corpus, each once."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for panel in experiment.panels:
+        names = places.setdefault(scale.place(panel), [])
+        names += [name for name in panel.variants if name not in names]
+    return places
+
+
+def finished_seeds(experiment: Experiment, scale: Scale, found: Found) -> list[int]:
+    """The seeds of a figure's runs; none unless every variant has the same seeds."""
+    seeds = {
+        frozenset(found.get(place, {}).get(name, {}))
+        for place, names in places_of(experiment, scale).items()
+        for name in ("softmax", *names)
+    }
+    return sorted(seeds.pop()) if len(seeds) == 1 else []
+
+
+def laws(scale: Scale, everything: Mapping[str, Found]) -> str:
+    """The table of the gaps to softmax, of their laws, and of the laws of the ends of runs."""
+    experiment = FIGURES["gaps"]
+    ((place, names),) = places_of(experiment, scale).items()
+    sets = {
+        name: [run for variant in names for run in found[place].get(variant, {}).values()]
+        for name, found in everything.items()
+        if place in found
+    }
+    rows = []
+    for row in gap_table(gaps(sets[scale.name])).to_dict("records"):
+        ends = None if row["reason"] else law_of_ends(list(sets.values()), row["variant"])
+        off = ", levels off" if row["levels_off"] else ""
+        rows.append(
+            (
+                f"`{row['variant']}`",
+                f"{row['gap']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]",
+                row["reason"] or columns_of(row, "exponent") + off,
+                "" if row["reason"] else columns_of(row, "extrapolated"),
+                interval(*map(float, seed_interval(ends.exponent))) if ends else "",
+                interval(*map(float, ends.gap(PAPER_TOKENS))) if ends else "",
+            )
+        )
+    header = (
+        *("variant", "gap at the end [95% interval]", "exponent", "extrapolated"),
+        *(f"exponent, ends of {' and '.join(sets)}", "extrapolated, ends"),
     )
+    return markdown.table(header, rows, left=len(header))
+
+
+def columns_of(row: Mapping[Any, Any], name: str) -> str:
+    """The interval in a row's columns."""
+    return interval(row[name], row[f"{name}_low"], row[f"{name}_high"])
+
+
+def interval(mean: float, low: float, high: float) -> str:
+    """A mean and its interval with two digits."""
+    return f"{mean:.2g} [{low:.2g}, {high:.2g}]"
+
+
+def verdicts(everything: Mapping[str, Found], before: str, source: str) -> str:
+    """The claims of a source with their checks; those not run are copied from ``before``."""
     lines = ["| claim | verdict | found |", "|---|---|---|"]
-    for (number, text, verdict), checks in rows.groupby(["claim", "text", "verdict"], sort=False):
-        old = re.search(rf"^\| \*\*{number}\. .*\n(?:\| [^*\n].*\n)*", before, flags=re.MULTILINE)
-        if old and (checks.outcome == "not run").all():
+    for verdict, scale in decided(everything):
+        claim = verdict.claim
+        if claim.source != source:
+            continue
+        pattern = rf"^\| \*\*{claim.number}\. .*\n(?:\| [^*\n].*\n)*"
+        old = re.search(pattern, before, flags=re.MULTILINE)
+        if old and verdict.outcome == "not run":
             lines += old[0].splitlines()
             continue
-        lines.append(f"| **{number}. {text}** | **{verdict}** | |")
-        for row in checks[checks.outcome != "not run"].to_dict("records"):
-            outcome = ": ".join(filter(None, (row["outcome"], row["reason"])))
-            lines.append(f"| {row['check']} | {outcome} | {row['found']} |")
+        at = "" if verdict.outcome == "not run" else f" ({scale})"
+        lines.append(f"| **{claim.number}. {claim.text}** | **{verdict.outcome}**{at} | |")
+        why = WHY.get((source, claim.number))
+        if why and verdict.outcome in ("fails", "undecided"):
+            lines.append(f"| Why: {why} | | |")
+        several = len({finding.where for finding in verdict.findings}) > 1
+        for row in verdict_table([verdict]):
+            if row["outcome"] != "not run":
+                outcome = ": ".join(filter(None, (row["outcome"], row["reason"])))
+                where = f" ({row['where']})" if several else ""
+                lines.append(f"| {row['check']}{where} | {outcome} | {row['found']} |")
     return "\n".join(lines)
+
+
+def decided(everything: Mapping[str, Found]) -> Iterator[tuple[Verdict, str]]:
+    """The verdict on each claim, and the scale of its runs.
+
+    This is the longest scale with three seeds for each check, else the longest with any runs of the
+    claim.
+    """
+    judged = {name: judge(found, SCALES[name]) for name, found in everything.items()}
+    for each in zip(*judged.values(), strict=True):
+        named = list(zip(each, judged, strict=True))
+        started = [(verdict, name) for verdict, name in named if verdict.outcome != "not run"]
+        enough = [
+            (verdict, name)
+            for verdict, name in started
+            if min(finding.seeds for finding in verdict.findings) >= MIN_SEEDS
+        ]
+        yield [*enough, *started, *named][0]
 
 
 def conditions(runs: Runs) -> str:
@@ -85,23 +184,29 @@ def conditions(runs: Runs) -> str:
 
 def main(root: Path) -> None:
     """Fill the page from the finished runs below ``root``."""
-    found = finished_runs(SCALE.name, root)
+    # The longest scale first.
+    everything = {name: runs for name in reversed(SCALES) if (runs := finished_runs(name, root))}
+    if not everything:
+        raise SystemExit(f"No finished run in {root}.")
     page = HERE / "results.md"
     text = page.read_text(encoding="utf-8")
     parts = {}
     for name, source in (("verdicts", PAPER), ("own-verdicts", OWN)):
         before = text.partition(f"<!-- {name} -->")[2].partition("<!-- end -->")[0]
-        parts[name] = verdicts(found, before, source)
+        parts[name] = verdicts(everything, before, source)
     for name, experiment in FIGURES.items():
-        wanted = {variant for panel in experiment.panels for variant in panel.variants}
-        runs = found.get((experiment.panels[0].condition, "stdlib"), {})
-        seeds_of = {frozenset(runs.get(variant, {})) for variant in ("softmax", *wanted)}
-        finished = len(seeds_of) == 1 and frozenset() not in seeds_of
+        finished = [
+            (SCALES[at], seeds)
+            for at, found in everything.items()
+            if (seeds := finished_seeds(experiment, SCALES[at], found))
+        ]
         if f"<!-- {name} -->" not in text or not finished:
             continue
-        parts[name] = losses(experiment, runs)
-        seeds = sorted(set.intersection(*(set(runs[variant]) for variant in wanted)))
-        for path in draw(experiment, SCALE, root, seeds):
+        scale, seeds = next((each for each in finished if len(each[1]) >= MIN_SEEDS), finished[0])
+        parts[name] = losses(experiment, scale, everything[scale.name])
+        if experiment.kind == "gaps":
+            parts["laws"] = laws(scale, everything)
+        for path in draw(experiment, scale, root, seeds):
             if path.suffix == ".png":
                 shutil.copy(path, HERE / "images" / f"results_{name}.png")
     write_text(page, markdown.fill(text, parts))

@@ -11,7 +11,7 @@ import pytest
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-@pytest.mark.parametrize("name", ["recurrent", "scaling"])
+@pytest.mark.parametrize("name", ["capacity", "recurrent", "scaling"])
 def test_tables_equal_the_output_of_their_script(name: str) -> None:
     page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     assert runpy.run_path(str(DOCS / f"{name}.py"))["fill"](page) == page

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 from made_up import made_up
 from processes import Forked
@@ -121,7 +122,7 @@ def test_some_of_a_figures_variants() -> None:
     assert [panel.variants for panel in some.panels] == [("length", "gate"), ("gate", "length")]
 
 
-@pytest.mark.parametrize("figure", ["figure2", "figure5", "figure6", "figure9"])
+@pytest.mark.parametrize("figure", ["figure2", "figure5", "figure6", "figure9", "gaps"])
 def test_a_figure_is_drawn_from_what_is_finished(figure: str, tmp_path: Path) -> None:
     scale = SCALES["demo"]
     for run in figure_runs(FIGURES[figure], scale, tmp_path, (0, 1)):
@@ -129,7 +130,7 @@ def test_a_figure_is_drawn_from_what_is_finished(figure: str, tmp_path: Path) ->
         run.folder.path.parent.mkdir(parents=True, exist_ok=True)
         made.path.rename(run.folder.path)
     paths = draw(FIGURES[figure], scale, tmp_path, (0, 1))
-    assert [path.name for path in paths] == [f"{figure}.png", f"{figure}.svg"]
+    assert [path.name for path in paths[:2]] == [f"{figure}.png", f"{figure}.svg"]
     text = paths[1].read_text()
     for panel in FIGURES[figure].panels:
         if FIGURES[figure].kind == "orders":
@@ -184,8 +185,10 @@ def test_a_variant_that_cannot_be_trained_is_named_before_anything_runs(
     (tmp_path / "large.yaml").write_text("denominator: none\nscale: 1.0e+30\n")
     words = ["softmax", f"large={tmp_path / 'large.yaml'}"]
     runs = compare_configs(words, [0], tiny(texts), tmp_path / "runs")
-    with pytest.raises(ValueError, match="large-seed0 cannot be trained: OverflowError: "):
-        run_all(runs, tmp_path / "runs")
+    for state in range(10):  # whatever was drawn before
+        torch.manual_seed(state)
+        with pytest.raises(ValueError, match="large-seed0 cannot be trained: OverflowError: "):
+            run_all(runs, tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 

@@ -39,16 +39,16 @@ class Experiment:
         title: what the figure shows.
         panels: one per column of curves, or per line of final losses.
         kind: ``curves`` (loss against tokens, test above train), ``orders`` (final loss against
-            the highest power), ``states`` (curves, and final loss against the size of the state) or
+            the highest power), ``states`` (curves, and final loss against the size of the state),
             ``recall`` (accuracy against that size; the learning rate of each family is chosen
-            first).
+            first) or ``gaps`` (test loss minus softmax's against tokens, with power laws).
         large: whether the figure is drawn larger, as in the appendix.
     """
 
     name: str
     title: str
     panels: tuple[Panel, ...]
-    kind: Literal["curves", "orders", "states", "recall"] = "curves"
+    kind: Literal["curves", "orders", "states", "recall", "gaps"] = "curves"
     large: bool = False
 
     def only(self, variants: Sequence[str]) -> Experiment:
@@ -152,7 +152,7 @@ FIGURES: dict[str, Experiment] = {
             kind="states",
         ),
         Experiment(  # not in the paper
-            "gaps", "Does the gap to softmax close?", (Panel("gaps", _GAPS),)
+            "gaps", "Gaps to softmax", (Panel("gaps", _GAPS),), kind="gaps"
         ),
         Experiment(  # not in the paper
             "recall",

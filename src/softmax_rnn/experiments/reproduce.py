@@ -15,6 +15,7 @@ from softmax_rnn.experiments.plan import PlannedRun, require_different, run_fold
 from softmax_rnn.experiments.scales import SCALES, Scale
 from softmax_rnn.experiments.sweep import family
 from softmax_rnn.report.check import check_run
+from softmax_rnn.report.gaps import draw_gaps
 from softmax_rnn.report.grid import Column, draw_curves, draw_orders
 from softmax_rnn.report.html import Section, page
 from softmax_rnn.report.outputs import report
@@ -22,6 +23,9 @@ from softmax_rnn.report.recall import draw_recall
 from softmax_rnn.report.states import draw_states
 from softmax_rnn.report.table import by_variant, require_comparable
 from softmax_rnn.training.folder import RunFolder
+
+# How the figures of one panel are drawn, by kind.
+_ONE_PANEL = {"states": draw_states, "gaps": draw_gaps, "recall": draw_recall}
 
 
 def figure_runs(
@@ -100,10 +104,9 @@ def draw(experiment: Experiment, scale: Scale, root: Path, seeds: Sequence[int])
     stem = root / scale.name / experiment.name
     if experiment.kind == "orders":
         return draw_orders(columns, title, stem)
-    if experiment.kind == "recall":
-        return draw_recall([run for column in columns for run in column.runs], title, stem)
-    if experiment.kind == "states":
-        return draw_states([run for column in columns for run in column.runs], title, stem)
+    runs = [run for column in columns for run in column.runs]
+    if experiment.kind in _ONE_PANEL:
+        return _ONE_PANEL[experiment.kind](runs, title, stem)
     return draw_curves(columns, title, stem, experiment.large)
 
 

@@ -15,7 +15,7 @@ from softmax_rnn.report.table import by_variant
 from softmax_rnn.training.folder import RunFolder
 
 # Two seeds are drawn as two lines: their 95% interval would be 9 times as wide as their distance.
-_MIN_SEEDS = 3  # for an interval
+MIN_SEEDS = 3  # for an interval
 _MAX_POINTS = 40  # of a training curve, each a mean over a window
 
 
@@ -33,7 +33,7 @@ class Curve:
     @property
     def has_band(self) -> bool:
         """Whether there are enough seeds for an interval."""
-        return len(self.seeds) >= _MIN_SEEDS
+        return len(self.seeds) >= MIN_SEEDS
 
     @property
     def single(self) -> NDArray[np.float64]:
@@ -69,7 +69,7 @@ def mean_curve(variant: str, seeds: Sequence[pd.DataFrame]) -> Curve:
 def seed_interval(losses: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
     """Mean over seeds (first axis), and its 95% interval; with fewer than three seeds, the mean."""
     mean = losses.mean(axis=0)
-    if len(losses) < _MIN_SEEDS:
+    if len(losses) < MIN_SEEDS:
         return mean, mean, mean
     half = stats.t.ppf(0.975, len(losses) - 1) * stats.sem(losses, axis=0)
     return mean, mean - half, mean + half
@@ -77,7 +77,7 @@ def seed_interval(losses: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...
 
 def single_seeds(seeds: NDArray[np.float64]) -> NDArray[np.float64]:
     """The seeds (first axis) to draw one by one: all, if too few for an interval; none of one."""
-    return seeds if 1 < len(seeds) < _MIN_SEEDS else seeds[:0]
+    return seeds if 1 < len(seeds) < MIN_SEEDS else seeds[:0]
 
 
 def note(seeds: Iterable[int], single: str = "Thin lines", band: str = "Bands") -> str:
@@ -86,9 +86,9 @@ def note(seeds: Iterable[int], single: str = "Thin lines", band: str = "Bands") 
     if counts == {1}:
         return "One seed per variant."
     words = ["Lines are means over seeds."]
-    if any(1 < count < _MIN_SEEDS for count in counts):
+    if any(1 < count < MIN_SEEDS for count in counts):
         words.append(f"{single} are single seeds.")
-    if max(counts) >= _MIN_SEEDS:
+    if max(counts) >= MIN_SEEDS:
         words.append(f"{band} are 95% intervals over seeds.")
     return " ".join(words)
 
