@@ -1,4 +1,4 @@
-"""Make the tables of capacity.md: ``python docs/capacity.py`` (two to three minutes on one core)."""
+"""Make the tables of capacity.md: ``python docs/capacity.py`` (two to three minutes on a core)."""
 
 from __future__ import annotations
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from softmax_rnn._utils.files import write_text
-from softmax_rnn.experiments.claims import OWN, PAPER, Runs, Verdict, judge, verdict_table
+from softmax_rnn.experiments.claims import OWN, PAPER
 from softmax_rnn.experiments.figures import FIGURES, Experiment
 from softmax_rnn.experiments.reproduce import draw, finished_runs
 from softmax_rnn.experiments.scales import SCALES, Scale
+from softmax_rnn.experiments.verdicts import Runs, Verdict, judge, verdict_table
 from softmax_rnn.report import markdown
 from softmax_rnn.report.curves import MIN_SEEDS, seed_interval
 from softmax_rnn.report.gaps import gap_table

@@ -13,18 +13,10 @@ import pytest
 from rich.console import Console
 
 from made_up import made_up
-from softmax_rnn.experiments.claims import (
-    CLAIMS,
-    OWN,
-    PAPER,
-    Check,
-    examine,
-    judge,
-    rich_verdicts,
-    verdict_table,
-)
+from softmax_rnn.experiments.claims import CLAIMS, OWN, PAPER, Check
 from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.experiments.scales import SCALES
+from softmax_rnn.experiments.verdicts import examine, judge, rich_verdicts, verdict_table
 from softmax_rnn.ops.variants import resolve
 from softmax_rnn.training.folder import RunFolder, append_row
 from softmax_rnn.training.metrics import loss_spikes

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from fuzzing import damaged, fuzzed, mutated, outcome, snapshot
 from made_up import made_up
-from softmax_rnn.experiments.claims import judge, verdict_table
+from softmax_rnn.experiments.verdicts import judge, verdict_table
 from softmax_rnn.report.check import check_run
 from softmax_rnn.report.outputs import find_runs, report
 from softmax_rnn.report.table import by_variant, require_comparable

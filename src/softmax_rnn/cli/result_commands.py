@@ -21,8 +21,8 @@ def _claims_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
 
 
 def _claims(parsed: Namespace) -> int:
-    from softmax_rnn.experiments.claims import judge, rich_verdicts, verdict_table
     from softmax_rnn.experiments.reproduce import finished_runs
+    from softmax_rnn.experiments.verdicts import judge, rich_verdicts, verdict_table
 
     root = Path(parsed.runs)
     found = finished_runs(parsed.scale, root)

@@ -1,41 +1,26 @@
-"""The paper's eleven claims and our own as data, and a verdict on each from the finished runs.
-
-A claim is a list of checks on pairs of variants trained under the same conditions. Differences of
-test loss are paired by seed and test block (``paired_difference``). A check holds or fails if its
-confidence interval shows it. It is undecided if the interval allows both, or covers a single seed.
-A claim holds if all its checks hold, and fails if one fails.
-"""
+"""The paper's eleven claims and our own as data: checks on variants trained side by side."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from rich.markup import escape
-from rich.table import Table
+from softmax_rnn.experiments.figures import LINEAR, ORDERS, SERIES_OF_RECALL, THREE
 
-from softmax_rnn.experiments.figures import FIGURES, LINEAR, ORDERS, THREE
-from softmax_rnn.experiments.scales import Scale
-from softmax_rnn.report.statistics import Difference, paired_runs
-from softmax_rnn.report.terminal import terminal_table
-from softmax_rnn.training.folder import RunFolder
-from softmax_rnn.training.metrics import loss_spikes
-
-Outcome = Literal["holds", "fails", "undecided", "not run"]
 # Whose claims: headings of the tables.
 PAPER, OWN = "The paper's claims", "Our own claims"
 # Margins of the checks, in nats per token.
 EQUAL, CLEAR, SLIGHT, NEAR = 0.03, 0.05, 0.1, 0.1
-CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
 class Check:
     """One comparison of a variant with another, by name.
 
-    Kinds, with ``d`` the test loss of ``variant`` minus that of ``other``:
+    Kinds, with ``d`` the test loss of ``variant`` minus that of ``other``, or (``of`` is
+    ``recall``) the share of wrong answers on a task:
 
     - ``equal``: ``|d| < margin`` (two one-sided tests at 5%, so the 90% interval counts).
     - ``worse``: ``d > margin``.
@@ -43,12 +28,14 @@ class Check:
     - ``better``: ``d < -margin``.
     - ``no worse``: ``d < margin`` (a one-sided test at 5%).
     - ``spikier``: more loss spikes in training, over all seeds.
+    - ``solved``: a share of at most ``margin`` of ``variant``'s answers is wrong, with every seed.
     """
 
     variant: str
-    kind: Literal["equal", "worse", "slightly worse", "better", "no worse", "spikier"]
+    kind: Literal["equal", "worse", "slightly worse", "better", "no worse", "spikier", "solved"]
     other: str
     margin: float = 0.0
+    of: Literal["loss", "recall"] = "loss"
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -63,11 +50,15 @@ class Check:
 
     def __str__(self) -> str:
         """The check in words, with its margin."""
+        if self.kind == "solved":
+            return f"{self.variant} answers {1 - self.margin:g} of all questions"
         margin = f" by > {self.margin:g}" if self.margin else ""
         if self.kind in ("equal", "slightly worse", "no worse"):
             margin = f" within {self.margin:g}"
         joins = {"equal": "equal to", "spikier": "spikier than"}
-        return f"{self.variant} {joins.get(self.kind, f'{self.kind} than')} {self.other}{margin}"
+        of = " in recall" if self.of == "recall" else ""
+        join = joins.get(self.kind, f"{self.kind} than")
+        return f"{self.variant} {join} {self.other}{of}{margin}"
 
 
 @dataclass(frozen=True)
@@ -163,7 +154,7 @@ _CLAIMS: tuple[tuple[str, tuple[str, ...], tuple[Check, ...]], ...] = (
 )
 _DECAYED = ("taylor:2", "polynomial:2", "linear_elu")
 _FIRST_ORDER = ("linear_elu+decay", "retnet", "mamba2", "gla")
-_OWN_CLAIMS: tuple[tuple[str, tuple[Check, ...]], ...] = (
+_FAMILY_CLAIMS: tuple[tuple[str, tuple[Check, ...]], ...] = (
     (
         "A series of order 2 with a token decay is no worse than softmax.",
         _each(["taylor:2+decay"], "no worse", ["softmax"], EQUAL),
@@ -189,183 +180,45 @@ _OWN_CLAIMS: tuple[tuple[str, tuple[Check, ...]], ...] = (
         _each(["window_taylor:2"], "better", ["taylor:2"]),
     ),
 )
-CLAIMS = (
-    *(Claim(PAPER, number, *claim) for number, claim in enumerate(_CLAIMS, start=1)),
-    *(
-        Claim(OWN, number, text, ("family",), checks)
-        for number, (text, checks) in enumerate(_OWN_CLAIMS, start=1)
+_RECALLED = 0.02  # share of answers
+
+
+def _recalls(kind: Any, *pairs: tuple[str, str]) -> tuple[Check, ...]:
+    return tuple(Check(a, kind, b, _RECALLED, "recall") for a, b in pairs)
+
+
+# Each is checked at every width of queries and keys.
+_RECALL_CLAIMS: tuple[tuple[str, tuple[Check, ...]], ...] = (
+    (
+        "Softmax recalls every pair.",
+        (Check("softmax", "solved", "softmax", 0.01, "recall"),),
+    ),
+    (
+        "Adding powers costs no recall.",
+        _recalls("no worse", *((f"taylor:{n + 1}", f"taylor:{n}") for n in (1, 2, 3))),
+    ),
+    (
+        "A token decay costs no recall.",
+        _recalls("no worse", *((f"{s}:2+decay", f"{s}:2") for s in SERIES_OF_RECALL)),
+    ),
+    (
+        "The paper's norm in place of a row sum costs no recall.",
+        _recalls("no worse", *((f"taylor_norm:{n}", f"taylor:{n}") for n in (2, 4))),
+    ),
+    (
+        "Learned coefficients recall no less than Taylor's under the paper's norm.",
+        _recalls("no worse", *((f"polynomial:{n}", f"taylor_norm:{n}") for n in (2, 4))),
+    ),
+    (
+        "An elu map costs recall at every order.",
+        _recalls("worse", *((f"taylor_elu:{n}", f"taylor:{n}") for n in (1, 2, 4))),
     ),
 )
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check under one condition.
-
-    Attributes:
-        check: the check.
-        where: the condition and the corpus.
-        outcome: ``holds``, ``fails``, ``undecided`` or ``not run``.
-        seeds: number of seeds that both variants share.
-        difference: difference of the test losses with its 95% interval; ``None`` if not run.
-        spikes: loss spikes of ``variant`` and of ``other`` over the shared seeds; ``None`` unless
-            the check is of kind ``spikier``.
-        reason: why the check is undecided.
-    """
-
-    check: Check
-    where: str
-    outcome: Outcome
-    seeds: int = 0
-    difference: Difference | None = None
-    spikes: tuple[int, int] | None = None
-    reason: str = ""
-
-    @property
-    def found(self) -> str:
-        """The measurement in words."""
-        if self.spikes is not None:
-            return "{} and {} spikes".format(*self.spikes)
-        return "" if self.difference is None else str(self.difference)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A claim with its findings."""
-
-    claim: Claim
-    findings: tuple[Finding, ...]
-
-    @property
-    def outcome(self) -> Outcome:
-        """``holds`` if all checks hold, ``fails`` if one fails, else ``undecided``."""
-        outcomes = {finding.outcome for finding in self.findings}
-        if outcomes <= {"not run"}:
-            return "not run"
-        if "fails" in outcomes:
-            return "fails"
-        return "holds" if outcomes == {"holds"} else "undecided"
-
-
-# Runs of one condition: variant -> seed -> folder.
-Runs = Mapping[str, Mapping[int, RunFolder]]
-
-
-def judge(found: Mapping[tuple[str, str], Runs], scale: Scale) -> list[Verdict]:
-    """A verdict on every claim.
-
-    Args:
-        found: finished runs of a scale by (condition, corpus label), then variant and seed.
-        scale: that scale.
-    """
-    verdicts = []
-    for claim in CLAIMS:
-        wanted = {scale.place(panel) for name in claim.figures for panel in FIGURES[name].panels}
-        places = [place for place in found if place in wanted] or [("", "")]
-        findings = tuple(
-            examine(check, found.get(place, {}), ", ".join(place).strip(", "))
-            for place in places
-            for check in claim.checks
-        )
-        verdicts.append(Verdict(claim, findings))
-    return verdicts
-
-
-def examine(check: Check, runs: Runs, where: str) -> Finding:
-    """Decide a check from the runs of one condition."""
-    variant, other = runs.get(check.variant, {}), runs.get(check.other, {})
-    shared = sorted(set(variant) & set(other))
-    if not shared:
-        return Finding(check, where, "not run")
-    difference = paired_runs(variant, other, shared, CONFIDENCE)
-    spikes, reason = None, "the interval allows both"
-    if check.kind == "spikier":
-        spikes = _spikes(variant, shared), _spikes(other, shared)
-        # Without any spike the check is undecided.
-        outcome = _outcome(spikes[0] > spikes[1], spikes[0] <= spikes[1] and spikes != (0, 0))
-        reason = "no spikes"
-    else:
-        low, high = check.bounds
-        # One-sided tests at 5% are a 90% interval.
-        one_sided = check.kind in ("equal", "no worse")
-        level = 2 * CONFIDENCE - 1 if one_sided else CONFIDENCE
-        tested = paired_runs(variant, other, shared, level)
-        outcome = _outcome(
-            low < tested.low and tested.high < high,
-            difference.high <= low or difference.low >= high,
-        )
-    if len(shared) == 1:  # the interval does not cover other seeds
-        outcome, reason = "undecided", "one seed"
-    reason = reason if outcome == "undecided" else ""
-    return Finding(check, where, outcome, len(shared), difference, spikes, reason)
-
-
-def _spikes(runs: Mapping[int, RunFolder], seeds: Sequence[int]) -> int:
-    return sum(loss_spikes(runs[seed].metrics.loss) for seed in seeds)
-
-
-def _outcome(holds: bool, fails: bool) -> Outcome:
-    return "holds" if holds else "fails" if fails else "undecided"
-
-
-def verdict_table(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """One row per finding, as plain data; missing and infinite numbers are ``None``."""
-    return [
-        {
-            "source": verdict.claim.source,
-            "claim": verdict.claim.number,
-            "text": verdict.claim.text,
-            "verdict": verdict.outcome,
-            "check": str(finding.check),
-            "where": finding.where,
-            "outcome": finding.outcome,
-            "reason": finding.reason,
-            "seeds": finding.seeds,
-            **_numbers(finding.difference),
-            "spikes": finding.spikes,
-            "found": finding.found,
-        }
-        for verdict in verdicts
-        for finding in verdict.findings
-    ]
-
-
-def _numbers(difference: Difference | None) -> dict[str, float | str | None]:
-    names = ("difference", "low", "high", "interval_over")
-    values = (None,) * len(names) if difference is None else astuple(difference)
-    finite = (None if value in (-math.inf, math.inf) else value for value in values)
-    return dict(zip(names, finite, strict=True))
-
-
-_COLORS = {"holds": "green", "fails": "red", "undecided": "yellow", "not run": "dim"}
-
-
-def rich_verdicts(verdicts: Sequence[Verdict]) -> Table:
-    """The verdicts for the terminal: each claim, followed by its checks."""
-    columns = ("claim", "verdict", "difference [95% interval]", "seeds", "where")
-    table = terminal_table(columns, left=("claim", "verdict", "where"))
-    source = None
-    for verdict in verdicts:
-        if verdict.claim.source != source:
-            source = verdict.claim.source
-            table.add_section()
-            table.add_row(f"[bold]{source}[/bold]")
-        table.add_row(
-            f"[bold]{verdict.claim.number:2}. {verdict.claim.text}[/bold]",
-            _colored(verdict.outcome),
-            *("", ""),
-            ", ".join(verdict.claim.figures),
-        )
-        for finding in verdict.findings if verdict.outcome != "not run" else ():
-            table.add_row(
-                f"      {finding.check}",
-                _colored(finding.outcome, finding.reason),
-                escape(finding.found),
-                str(finding.seeds or ""),
-                finding.where,
-            )
-    return table
-
-
-def _colored(outcome: Outcome, reason: str = "") -> str:
-    return f"[{_COLORS[outcome]}]{outcome}{reason and f': {reason}'}[/]"
+_OWN_CLAIMS = (
+    *((text, ("family",), checks) for text, checks in _FAMILY_CLAIMS),
+    *((text, ("recall",), checks) for text, checks in _RECALL_CLAIMS),
+)
+CLAIMS = (
+    *(Claim(PAPER, number, *claim) for number, claim in enumerate(_CLAIMS, start=1)),
+    *(Claim(OWN, number, *claim) for number, claim in enumerate(_OWN_CLAIMS, start=1)),
+)

@@ -9,11 +9,11 @@ from typing import Any
 
 from softmax_rnn._utils.errors import require_choice
 from softmax_rnn._utils.files import write_text
-from softmax_rnn.experiments.claims import Runs, judge, verdict_table
 from softmax_rnn.experiments.figures import Experiment
 from softmax_rnn.experiments.plan import PlannedRun, require_different, run_folder
 from softmax_rnn.experiments.scales import SCALES, Scale
 from softmax_rnn.experiments.sweep import family
+from softmax_rnn.experiments.verdicts import Runs, judge, verdict_table
 from softmax_rnn.report.check import check_run
 from softmax_rnn.report.gaps import draw_gaps
 from softmax_rnn.report.grid import Column, draw_curves, draw_orders

@@ -48,7 +48,7 @@ def page(
         sections: the sections of the page.
         folder: the folder of the page; its links are relative.
         title: the heading.
-        claims: one row per check, from ``experiments.claims.verdict_table``.
+        claims: one row per check, from ``experiments.verdicts.verdict_table``.
     """
     environment = Environment(
         loader=PackageLoader("softmax_rnn.report", "."),

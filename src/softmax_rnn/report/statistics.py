@@ -14,7 +14,7 @@ from scipy import stats
 from softmax_rnn.training.folder import RunFolder
 
 BLOCKS_ONLY = "test blocks only"
-Measure = Literal["test_losses", "test_accuracies"]
+Measure = Literal["test_losses", "test_errors"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def paired_runs(
     confidence: float = 0.95,
     measure: Measure = "test_losses",
 ) -> Difference:
-    """The paired difference of two variants' final test losses or accuracies, on these seeds."""
+    """The paired difference of two variants' final test losses or errors, on these seeds."""
     values, others = (
         np.stack([getattr(side[seed], measure) for seed in seeds]) for side in (runs, reference)
     )

@@ -9,7 +9,7 @@ events.jsonl         a row for each step without update, and for each loss spike
 checkpoint-N/        a complete checkpoint, with hashes and the rows so far
 lock                 held by the process that writes here
 test_losses.npy      the loss of every test block after the last step
-test_accuracies.npy  the share of right predictions in every test block after the last step
+test_errors.npy      the share of wrong predictions in every test block after the last step
 summary.json         the results; only a finished run has it
 """
 
@@ -135,9 +135,9 @@ class RunFolder:
         return np.load(self.path / "test_losses.npy")
 
     @property
-    def test_accuracies(self) -> NDArray[np.float64]:
-        """The share of right predictions in every test block after the last step."""
-        return np.load(self.path / "test_accuracies.npy")
+    def test_errors(self) -> NDArray[np.float64]:
+        """The share of wrong predictions in every test block after the last step."""
+        return np.load(self.path / "test_errors.npy")
 
     @property
     def checkpoints(self) -> list[Path]:

@@ -88,9 +88,9 @@ class Loop:
         if processes > 1 and not self.sharded:
             self.forward = accelerator.prepare_model(model)
         self.optimizer = adamw(model, config)
-        # Of each test row: its mean loss, and the share of its predictions that are right.
+        # Of each test row: its mean loss, and the share of its predictions that are wrong.
         self.test_losses: NDArray[np.float64] | None = None
-        self.test_accuracies: NDArray[np.float64] | None = None
+        self.test_errors: NDArray[np.float64] | None = None
         self.last_step = config.steps  # fewer if the run ends at its wanted accuracy
         self._tested_at = self._saved_at = -1  # steps
         self._loss_sum, self._loss_steps = 0.0, 0  # of the updates since the last row
@@ -258,7 +258,7 @@ class Loop:
         if not counts.any():
             raise CorpusError("The test split has no token to predict: each row is one token long.")
         self.test_losses, self._tested_at = losses / np.maximum(counts, 1), self.step
-        self.test_accuracies = right / np.maximum(counts, 1)
+        self.test_errors = (counts - right) / np.maximum(counts, 1)
         loss = float(np.average(self.test_losses, weights=counts))
         accuracy = float(right.sum() / counts.sum())
         if not math.isfinite(loss):

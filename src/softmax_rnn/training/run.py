@@ -257,9 +257,9 @@ def _finish(loop: Loop, folder: RunFolder) -> None:
         metrics.step > min(0.9 * loop.last_step, metrics.step[updates].iloc[-1] - 1)
     )
     assert loop.test_losses is not None
-    assert loop.test_accuracies is not None
+    assert loop.test_errors is not None
     np.save(folder.path / "test_losses.npy", loop.test_losses)
-    np.save(folder.path / "test_accuracies.npy", loop.test_accuracies)
+    np.save(folder.path / "test_errors.npy", loop.test_errors)
     write_json(
         folder.summary_file,
         {

@@ -1,0 +1,208 @@
+"""A verdict on every claim, from the finished runs.
+
+Differences of test loss are paired by seed and test block (``paired_difference``). A check holds or
+fails if its confidence interval shows it. It is undecided if the interval allows both, or covers a
+single seed. A claim holds if all its checks hold, and fails if one fails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, Literal
+
+import numpy as np
+from rich.markup import escape
+from rich.table import Table
+
+from softmax_rnn.experiments.claims import CLAIMS, Check, Claim
+from softmax_rnn.experiments.figures import FIGURES
+from softmax_rnn.experiments.scales import Scale
+from softmax_rnn.report.statistics import Difference, Measure, paired_runs
+from softmax_rnn.report.terminal import terminal_table
+from softmax_rnn.training.folder import RunFolder
+from softmax_rnn.training.metrics import loss_spikes
+
+Outcome = Literal["holds", "fails", "undecided", "not run"]
+CONFIDENCE = 0.95
+_MEASURES: dict[str, Measure] = {"loss": "test_losses", "recall": "test_errors"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check under one condition.
+
+    Attributes:
+        check: the check.
+        where: the condition and the corpus.
+        outcome: ``holds``, ``fails``, ``undecided`` or ``not run``.
+        seeds: number of seeds that both variants share.
+        difference: difference of the test losses with its 95% interval; ``None`` if not run.
+        spikes: loss spikes of ``variant`` and of ``other`` over the shared seeds; ``None`` unless
+            the check is of kind ``spikier``.
+        reason: why the check is undecided.
+    """
+
+    check: Check
+    where: str
+    outcome: Outcome
+    seeds: int = 0
+    difference: Difference | None = None
+    spikes: tuple[int, int] | None = None
+    reason: str = ""
+
+    @property
+    def found(self) -> str:
+        """The measurement in words."""
+        if self.spikes is not None:
+            return "{} and {} spikes".format(*self.spikes)
+        return "" if self.difference is None else str(self.difference)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim with its findings."""
+
+    claim: Claim
+    findings: tuple[Finding, ...]
+
+    @property
+    def outcome(self) -> Outcome:
+        """``holds`` if all checks hold, ``fails`` if one fails, else ``undecided``."""
+        outcomes = {finding.outcome for finding in self.findings}
+        if outcomes <= {"not run"}:
+            return "not run"
+        if "fails" in outcomes:
+            return "fails"
+        return "holds" if outcomes == {"holds"} else "undecided"
+
+
+# Runs of one condition: variant -> seed -> folder.
+Runs = Mapping[str, Mapping[int, RunFolder]]
+
+
+def judge(found: Mapping[tuple[str, str], Runs], scale: Scale) -> list[Verdict]:
+    """A verdict on every claim.
+
+    Args:
+        found: finished runs of a scale by (condition, corpus label), then variant and seed.
+        scale: that scale.
+    """
+    verdicts = []
+    for claim in CLAIMS:
+        wanted = {scale.place(panel) for name in claim.figures for panel in FIGURES[name].panels}
+        places = [place for place in found if place in wanted] or [("", "")]
+        findings = tuple(
+            examine(check, found.get(place, {}), ", ".join(place).strip(", "))
+            for place in places
+            for check in claim.checks
+        )
+        verdicts.append(Verdict(claim, findings))
+    return verdicts
+
+
+def examine(check: Check, runs: Runs, where: str) -> Finding:
+    """Decide a check from the runs of one condition."""
+    variant, other = runs.get(check.variant, {}), runs.get(check.other, {})
+    shared = sorted(set(variant) & set(other))
+    if not shared:
+        return Finding(check, where, "not run")
+    measure = _MEASURES[check.of]
+    difference = paired_runs(variant, other, shared, CONFIDENCE, measure)
+    spikes, reason = None, "the interval allows both"
+    if check.kind == "solved":
+        errors = [1 - run.summary["test_accuracy"] for run in variant.values()]
+        solved = [error <= check.margin for error in errors]
+        outcome, reason = _outcome(all(solved), not any(solved)), "some seeds only"
+        difference = Difference(float(np.mean(errors)), min(errors), max(errors), "seeds")
+    elif check.kind == "spikier":
+        spikes = _spikes(variant, shared), _spikes(other, shared)
+        # Without any spike the check is undecided.
+        outcome = _outcome(spikes[0] > spikes[1], spikes[0] <= spikes[1] and spikes != (0, 0))
+        reason = "no spikes"
+    else:
+        low, high = check.bounds
+        # One-sided tests at 5% are a 90% interval.
+        one_sided = check.kind in ("equal", "no worse")
+        level = 2 * CONFIDENCE - 1 if one_sided else CONFIDENCE
+        tested = paired_runs(variant, other, shared, level, measure)
+        outcome = _outcome(
+            low < tested.low and tested.high < high,
+            difference.high <= low or difference.low >= high,
+        )
+    if len(shared) == 1:  # the interval does not cover other seeds
+        outcome, reason = "undecided", "one seed"
+    reason = reason if outcome == "undecided" else ""
+    return Finding(check, where, outcome, len(shared), difference, spikes, reason)
+
+
+def _spikes(runs: Mapping[int, RunFolder], seeds: Sequence[int]) -> int:
+    return sum(loss_spikes(runs[seed].metrics.loss) for seed in seeds)
+
+
+def _outcome(holds: bool, fails: bool) -> Outcome:
+    return "holds" if holds else "fails" if fails else "undecided"
+
+
+def verdict_table(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """One row per finding, as plain data; missing and infinite numbers are ``None``."""
+    return [
+        {
+            "source": verdict.claim.source,
+            "claim": verdict.claim.number,
+            "text": verdict.claim.text,
+            "verdict": verdict.outcome,
+            "check": str(finding.check),
+            "where": finding.where,
+            "outcome": finding.outcome,
+            "reason": finding.reason,
+            "seeds": finding.seeds,
+            **_numbers(finding.difference),
+            "spikes": finding.spikes,
+            "found": finding.found,
+        }
+        for verdict in verdicts
+        for finding in verdict.findings
+    ]
+
+
+def _numbers(difference: Difference | None) -> dict[str, float | str | None]:
+    names = ("difference", "low", "high", "interval_over")
+    values = (None,) * len(names) if difference is None else astuple(difference)
+    finite = (None if value in (-math.inf, math.inf) else value for value in values)
+    return dict(zip(names, finite, strict=True))
+
+
+_COLORS = {"holds": "green", "fails": "red", "undecided": "yellow", "not run": "dim"}
+
+
+def rich_verdicts(verdicts: Sequence[Verdict]) -> Table:
+    """The verdicts for the terminal: each claim, followed by its checks."""
+    columns = ("claim", "verdict", "difference [95% interval]", "seeds", "where")
+    table = terminal_table(columns, left=("claim", "verdict", "where"))
+    source = None
+    for verdict in verdicts:
+        if verdict.claim.source != source:
+            source = verdict.claim.source
+            table.add_section()
+            table.add_row(f"[bold]{source}[/bold]")
+        table.add_row(
+            f"[bold]{verdict.claim.number:2}. {verdict.claim.text}[/bold]",
+            _colored(verdict.outcome),
+            *("", ""),
+            ", ".join(verdict.claim.figures),
+        )
+        for finding in verdict.findings if verdict.outcome != "not run" else ():
+            table.add_row(
+                f"      {finding.check}",
+                _colored(finding.outcome, finding.reason),
+                escape(finding.found),
+                str(finding.seeds or ""),
+                finding.where,
+            )
+    return table
+
+
+def _colored(outcome: Outcome, reason: str = "") -> str:
+    return f"[{_COLORS[outcome]}]{outcome}{reason and f': {reason}'}[/]"
