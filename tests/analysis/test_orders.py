@@ -35,7 +35,7 @@ def found_in(layer: sr.Attention, tolerance: float = 0.03) -> dict[str, list[int
     """The orders of each head."""
     terms = LayerTerms("layer", layer, 5, 128, SHOWN)
     with torch.no_grad():
-        terms.add(HIDDEN, None, None, SHOWN[0])
+        terms.add(HIDDEN, None, SHOWN[0])
     return terms.frames(0, 24, tolerance)[0][["max_radius", *ORDERS]].to_dict("list")
 
 
@@ -141,3 +141,16 @@ def test_keys_that_a_query_does_not_see_count_nowhere() -> None:
         add_errors(errors, here, sums, center + half)
         found.append(errors)
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_a_row_sum_that_crosses_zero_is_kept_from_it() -> None:
+    """The output is then a million times the largest value, as in the operation."""
+    given = rows(3.0)
+    sums = torch.tensor([0.0, 3.0, 0.0, -1.0, -1e-12], dtype=torch.float64).expand(2, 3, 5)
+    unit, errors = torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 1, dtype=torch.float64)
+    add_errors(errors, given, iter([(unit + 1, sums)]), unit)
+    exact, _ = given.exact()
+    softmax = exact[..., :-1] / exact[..., -1:]
+    out = -1e6 / 3 * given.largest[:, None, None] * sums[..., :-1]
+    expected = (out - softmax).norm(dim=-1) / softmax.norm(dim=-1)
+    torch.testing.assert_close(errors[:, 0], expected.sum(1))

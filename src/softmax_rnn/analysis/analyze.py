@@ -46,7 +46,7 @@ from softmax_rnn.training.run import load_corpus
 
 MAX_ORDER = 128  # the highest order that is tried by default
 _ORDERS = {
-    "order_bound": "by bound",
+    "order_bound": "order by bound",
     "order_needed": "Taylor",
     "order_shifted": "shifted",
     "effective_order": "effective",
@@ -124,8 +124,8 @@ class Analysis:
         )
         table.caption = (
             f"{self.note} s: the scores on {self.tokens:,} tokens. power n: the share of "
-            "|s|^n / n! in exp(|s|), mean over pairs of tokens. by bound: the order of the Taylor "
-            "series that is enough for any scores up to max |s|. The other orders are the lowest "
+            "|s|^n / n! in exp(|s|), mean over pairs of tokens. order by bound: of the Taylor "
+            "series, enough for any scores up to max |s|. The other orders are the lowest "
             f"whose output on this text is within {self.tolerance:g} of softmax's. Taylor: of the "
             "series about 0. shifted: about the middle of each row's scores. effective: of the "
             "Chebyshev series on the range of each row's scores."
@@ -199,9 +199,8 @@ def analyze(
         def hook(_: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
             nonlocal counted
             hidden = args[0] if args else given["hidden_states"]
-            embeddings = args[1] if len(args) > 1 else given.get("position_embeddings")
-            here = shown[counted // len(found)].to(hidden.device)
-            layer.add(hidden, embeddings, given.get("position_ids"), here)
+            positions = args[1] if len(args) > 1 else given.get("position_embeddings")
+            layer.add(hidden, positions, shown[counted // len(found)].to(hidden.device))
             counted += 1
             progress(counted / (len(ids) * len(found)))
 

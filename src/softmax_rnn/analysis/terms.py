@@ -49,16 +49,10 @@ class LayerTerms:
         self.sum, self.mass, self.radius = (torch.zeros_like(self.log_total) for _ in range(3))
         self.largest = zeros[:, :0]
 
-    def add(
-        self,
-        hidden: Tensor,
-        embeddings: tuple[Tensor, Tensor] | None,
-        positions: Tensor | None,
-        shown: Tensor,
-    ) -> None:
+    def add(self, hidden: Tensor, positions: tuple[Tensor, Tensor] | None, shown: Tensor) -> None:
         """Add a sequence: the layer's inputs [1, T, hidden]; ``shown`` [T] is false at padding."""
         spec, mask = self.module.spec, shown[None, None, None]
-        given = self.module.project(hidden, embeddings, positions=positions, mask=mask)
+        given = self.module.project(hidden, positions, mask=mask)
         dtype = compute_dtype(given.q.dtype)
         q, k = (FEATURE_MAPS[spec.feature_map](x[0]).to(dtype) for x in given[:2])
         groups = len(q) // len(k)
