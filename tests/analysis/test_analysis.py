@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import softmax_rnn as sr
-from softmax_rnn.analysis import terms
+from head_loops import MAX_ORDER, ORDER, ORDERS, TOLERANCE, Call, by_loops
+from softmax_rnn.analysis import orders, terms
 from softmax_rnn.analysis.analyze import Analysis, analyze, analyze_checkpoint, write
 from softmax_rnn.analysis.figure import draw
 from softmax_rnn.data import TokenBlocks
@@ -28,11 +29,13 @@ from softmax_rnn.training.run import load_corpus
 from test_modeling import TINY, build
 from tiny import tiny
 
-ORDER, TOLERANCE, MAX_ORDER = 5, 0.03, 40
 IDS = torch.randint(0, 61, (3, 11), generator=torch.Generator().manual_seed(1))
 SPECS: dict[str, object] = {
     **{name: name for name in ("softmax", "norm", "gate", "both_gates", "taylor:2", "power:3")},
     **{name: name for name in ("linear_elu", "linear_relu", "linear_cosine")},
+    **{name: name for name in ("forgetting", "retnet", "gla", "window:4+decay", "window_taylor:2")},
+    **{name: name for name in ("mamba2", "cosformer", "attention_sink")},
+    "global keys": sr.AttentionSpec(window=3, global_keys=2).to_dict(),
     "low clamp": sr.AttentionSpec(clamp=-0.5).to_dict(),
     "negative scale": sr.AttentionSpec(feature_map="elu1", scale=-0.3, clamp=9.0).to_dict(),
 }
@@ -45,12 +48,12 @@ def model_of(attention: object, **fields: object) -> sr.SoftmaxRNNForCausalLM:
 
 def captured(
     model: sr.SoftmaxRNNForCausalLM, mask: Tensor | None, monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The q, k, v that each layer hands to ``attention``."""
+) -> list[Call]:
+    """The q, k, v and log decay that each layer hands to ``attention``."""
     calls = []
 
     def spy(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
-        calls.append((q, k, v))
+        calls.append((q, k, v, options["log_decay"]))
         return sr.attention(q, k, v, *args, **options)
 
     with monkeypatch.context() as patch, torch.no_grad():
@@ -59,85 +62,22 @@ def captured(
     return calls
 
 
-def feature(spec: sr.AttentionSpec, x: Tensor) -> Tensor:
-    return {
-        "identity": lambda: x,
-        "elu1": lambda: torch.where(x > 0, x + 1, x.exp()),
-        "relu": lambda: x.clamp(min=0),
-        "cosine": lambda: x / x.norm(),
-    }[spec.feature_map]()
-
-
-def by_loops(
-    q: Tensor, k: Tensor, v: Tensor, spec: sr.AttentionSpec, head: int, shown: Tensor
-) -> dict[str, Any]:
-    """The statistics of one head."""
-    kv_head = head * k.shape[1] // q.shape[1]
-    scores, numerators, errors = [], [], []
-    for b in range(len(q)):
-        tokens = [t for t in range(q.shape[2]) if shown[b, t]]
-        for t in tokens:
-            row = []
-            for s in (s for s in tokens if s <= t):
-                score = feature(spec, q[b, head, t]) @ feature(spec, k[b, kv_head, s])
-                score = score * (1 / math.sqrt(8) if spec.scale is None else float(spec.scale))
-                if spec.scale is None and spec.feature_map != "identity":
-                    score = score * math.sqrt(8)
-                row.append((min(float(score), spec.clamp or math.inf), v[b, kv_head, s].numpy()))
-            scores += [score for score, _ in row]
-            full = sum(math.exp(score) * value for score, value in row)
-            exact = full / sum(math.exp(score) for score, _ in row)
-            partial, total = np.zeros_like(full), 0.0
-            ratios, misses = [], []
-            for n in range(MAX_ORDER + 1):
-                term = sum(score**n / math.factorial(n) * value for score, value in row)
-                partial = partial + term
-                total += sum(score**n / math.factorial(n) for score, _ in row)
-                definite = n % 2 == 0 or (
-                    spec.feature_map in ("elu1", "relu")
-                    and (spec.scale is None or float(spec.scale) > 0)
-                )
-                guarded = total
-                if not definite and abs(total) < 1e-6:
-                    guarded = math.copysign(1e-6, total)
-                ratios.append(np.linalg.norm(term) / np.linalg.norm(full))
-                misses.append(np.linalg.norm(partial / guarded - exact) / np.linalg.norm(exact))
-            numerators.append(ratios)
-            errors.append(misses)
-    size = np.abs(scores)
-    error = np.mean(errors, axis=0)
-    within = np.flatnonzero(error <= TOLERANCE)
-    terms = [size**n / math.factorial(n) for n in range(ORDER + 1)]
-    return {
-        "max_score": size.max(),
-        "p99_score": np.percentile(size, 99),
-        "mean_score": np.mean(scores),
-        "order_needed": within[0] if len(within) else pd.NA,
-        "order_bound": sr.order_for(TOLERANCE, size.max()),
-        "term": [term.mean() for term in terms],
-        "share": [term.mean() / np.exp(size).mean() for term in terms],
-        "pair_share": [(term / np.exp(size)).mean() for term in terms],
-        "numerator": np.mean(numerators, axis=0)[: ORDER + 1],
-        "error": error[: ORDER + 1],
-    }
-
-
 def check(
     model: sr.SoftmaxRNNForCausalLM, mask: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> Analysis:
     found = analyze(model, IDS, mask=mask, order=ORDER, tolerance=TOLERANCE, max_order=MAX_ORDER)
     shown = torch.ones_like(IDS) if mask is None else mask
     assert found.tokens == shown.sum()
-    for index, (q, k, v) in enumerate(captured(model, mask, monkeypatch)):
+    for index, call in enumerate(captured(model, mask, monkeypatch)):
         for head in range(4):
-            expected = by_loops(q, k, v, model.config.spec, head, shown)
+            expected = by_loops(call, model.config.spec, head, shown)
             here = found.heads.query(f"layer == {index} and head == {head}")
             powers = found.powers.query(f"layer == {index} and head == {head}")
             assert len(here) == 1
             assert list(powers.power) == list(range(ORDER + 1))
-            for name in ("max_score", "p99_score", "mean_score"):
+            for name in ("max_score", "p99_score", "mean_score", "max_radius"):
                 np.testing.assert_allclose(here[name], expected[name], rtol=1e-9, err_msg=name)
-            for name in ("order_needed", "order_bound"):
+            for name in (*ORDERS, "order_bound"):
                 value = here[name].iloc[0]
                 assert value is expected[name] or value == expected[name], name
             for name in ("term", "share", "pair_share", "numerator", "error"):
@@ -160,10 +100,16 @@ def test_every_statistic_is_that_of_the_loops(name: str, monkeypatch: pytest.Mon
         assert found.heads.order_needed.min() > 3
 
 
-def test_padding_is_neither_query_nor_key(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["softmax", "forgetting", "gla", "window:4+decay", "global keys"])
+def test_padding_is_neither_query_nor_key(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mask = torch.ones_like(IDS)
-    mask[0, :4], mask[1, 7:], mask[2, 0] = 0, 0, 0
-    model = model_of("softmax")
+    mask[0, :4], mask[1, 7:], mask[2, 0], mask[2, 5] = 0, 0, 0, 0
+    monkeypatch.setattr(terms, "_ROWS", 4)
+    model = model_of(SPECS.get(name, name), layer_options={"short_convolution": 3})
+    with torch.no_grad():
+        for field, parameter in model.named_parameters():
+            if "short_convolution" in field:  # at first it is the identity
+                parameter.fill_(0.4)
     masked = check(model, mask, monkeypatch)
     other = torch.where(mask.bool(), IDS, (IDS + 7) % 61)
     options = {"order": ORDER, "tolerance": TOLERANCE, "max_order": MAX_ORDER}
@@ -195,23 +141,21 @@ def test_shares_of_many_powers_add_up_to_one() -> None:
     np.testing.assert_allclose(sums, 1.0, rtol=1e-12)
 
 
-@pytest.mark.parametrize("scale", [0.3, -0.45])
-def test_stopping_early_changes_nothing(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where the guard of a row sum acts, on every other order."""
+@pytest.mark.parametrize("attention", ["softmax", "forgetting"])
+def test_stopping_early_changes_nothing(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     errors, frames = [], terms.LayerTerms.frames
 
     def spy(self: terms.LayerTerms, *args: Any) -> tuple[pd.DataFrame, pd.DataFrame]:
-        errors.append(self.errors / 33)
+        errors.append(torch.stack(list(self.errors.values())) / 33)
         return frames(self, *args)
 
     monkeypatch.setattr(terms.LayerTerms, "frames", spy)
-    model = model_of(sr.AttentionSpec(feature_map="elu1", scale=scale, clamp=30.0).to_dict())
+    model = model_of(attention)
     analyze(model, IDS, max_order=101)
-    monkeypatch.setattr(terms, "_NEGLIGIBLE", -1.0)
+    monkeypatch.setattr(orders, "_NEGLIGIBLE", -1.0)
     analyze(model, IDS, max_order=101)
     torch.testing.assert_close(torch.cat(errors[:2]), torch.cat(errors[2:]), rtol=1e-9, atol=1e-12)
-    guarded = (errors[0][:, 100] - errors[0][:, 101]).abs().max() > 1e-3
-    assert guarded == (scale < 0)
+    assert errors[0][..., 0].min() > TOLERANCE
 
 
 def test_huge_scores_overflow_nothing() -> None:
@@ -220,7 +164,7 @@ def test_huge_scores_overflow_nothing() -> None:
     assert found.heads.max_score.max() > 1000
     large = found.heads[found.heads.max_score > 700]
     assert large.order_bound.isna().all()
-    assert large.order_needed.isna().all()
+    assert large[[*ORDERS]].isna().all(axis=None)
     assert not found.powers.isna().any(axis=None)
     assert np.isfinite(found.powers.drop(columns="log10_share")).all(axis=None)
     assert any("> 20" in line for line in printed(found))
@@ -291,7 +235,8 @@ def test_the_table_lines_up(order: int) -> None:
     assert f"{min(order, 2) + 1} and up" in header
     first = next(found.heads.itertuples())
     assert rows[0].split()[2] == f"{first.max_score:.2f}"
-    assert rows[0].split()[-2:] == [str(first.order_needed), str(first.order_bound)]
+    columns = ("order_bound", *ORDERS)
+    assert rows[0].split()[-4:] == [str(getattr(first, name)) for name in columns]
     shares = [float(cell[:-1]) for cell in rows[0].split() if cell.endswith("%")]
     assert sum(shares) == pytest.approx(100, abs=0.3)
 
@@ -315,7 +260,7 @@ def test_files_hold_what_was_found(tmp_path: Path) -> None:
     }
     assert paths[3].read_bytes().startswith(b"\x89PNG")
     drawn = " ".join(ElementTree.parse(paths[4]).getroot().itertext())
-    for text in ("a model", "power n", "more than 3", "1.3", "needed on this text"):
+    for text in ("a model", "power n", "more than 3", "1.3", "effective order"):
         assert text in drawn
     before = paths[4].read_bytes()
     draw(found, folder, title="a model")

@@ -4,6 +4,15 @@ Softmax attention is a sum of RNNs, one per power of the score (section 3.1 of "
 Expressiveness of Softmax Attention: A Recurrent Neural Network Perspective", Mongaras and Larson,
 2025). Figure 5 of the paper trains models with more and more powers. This module measures, in a
 trained model, how large each power's term is on real text, and how many powers a head needs.
+
+Softmax is the same if a number ``c_t`` is subtracted from all scores of a row; a series is not. Yet
+subtracting it takes no larger state: ``sum_n a_n (s - c_t)^n`` is a polynomial of the same order in
+``s``, with coefficients that depend on the row, so the sums over keys are the same and only what a
+query reads from them changes. The coefficients ``a_n`` may depend on the row as well. So a head's
+effective order is that of nearly the best such polynomials: for each row, exp's Chebyshev series on
+the range of its scores. A single polynomial for all rows, fitted to the widest range, needs an
+order that is higher by 2 to 4 on the heads of a small trained model. The effective order describes
+a head; a recurrent model would have to predict the ranges, which are not in its state.
 """
 
 from __future__ import annotations
@@ -36,6 +45,12 @@ from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.run import load_corpus
 
 MAX_ORDER = 128  # the highest order that is tried by default
+_ORDERS = {
+    "order_bound": "order by bound",
+    "order_needed": "Taylor",
+    "order_shifted": "shifted",
+    "effective_order": "effective",
+}
 
 
 @dataclass(frozen=True)
@@ -45,21 +60,25 @@ class Analysis:
     Attributes:
         heads: one row per layer and head, with the columns ``layer``, ``head``, ``max_score`` (the
             largest |s|), ``p99_score`` (99th percentile of |s|), ``mean_score`` (mean of s),
+            ``max_radius`` (half the range of a row's scores, the largest of all rows),
             ``order_needed`` (the lowest order whose mean ``error`` is within the tolerance; missing
-            if no order up to ``max_order`` is enough) and ``order_bound``
-            (``order_for(tolerance, max_score)``, the order at which every weight is within the
-            tolerance of exp; where all weights of a row are small, the output needs a higher one;
-            missing for scores above 700).
+            if no order up to ``max_order`` is enough), ``order_shifted`` (the same for the Taylor
+            series about the middle of each row's range), ``effective_order`` (the same for the
+            Chebyshev series on each row's range) and ``order_bound`` (``order_for(tolerance,
+            max_score)``, the order at which every weight is within the tolerance of exp; where all
+            weights of a row are small, the output needs a higher one; missing for scores above
+            700).
         powers: one row per layer, head and power n, with the columns ``layer``, ``head``,
-            ``power``, ``term`` (mean of |s|^n / n! over visible pairs), ``share`` (``term`` divided
-            by the mean of exp(|s|); the few largest scores dominate it), ``log10_share``,
-            ``pair_share`` (mean over pairs of |s|^n / n! / exp(|s|): every pair counts equally),
+            ``power``, ``term`` (mean of |s|^n / n! over visible pairs; here and in shares, a pair
+            counts as much as its decay leaves of it), ``share`` (``term`` divided by the mean of
+            exp(|s|); the few largest scores dominate it), ``log10_share``, ``pair_share`` (mean
+            over pairs of |s|^n / n! / exp(|s|): the size of a score does not matter),
             ``numerator`` (mean over rows of ||sum_s s^n/n! v_s|| / ||sum_s exp(s) v_s||) and
             ``error`` (mean over rows of the relative L2 error of Taylor attention of order n
             against softmax).
         spec: the attention of the model.
         order: the highest power in ``powers``.
-        tolerance: tolerance of ``order_needed`` and ``order_bound``.
+        tolerance: tolerance of the orders.
         max_order: the highest order that was tried.
         tokens: number of tokens measured, which is the number of rows per head.
     """
@@ -86,28 +105,30 @@ class Analysis:
         """The table for the terminal: one row per head."""
         kept = min(self.order, 2)
         powers = [*(f"power {n}" for n in range(kept + 1)), f"{kept + 1} and up"]
-        scores = ("max |s|", f"{PERCENTILE}% |s|", "mean s")
+        scores = ("max |s|", f"{PERCENTILE}% |s|")
+        otherwise = dict.fromkeys(_ORDERS, f"> {self.max_order}") | {"order_bound": "-"}
         shares = self.powers.pivot_table(
             index=["layer", "head"], columns="power", values="pair_share"
         ).to_numpy()[:, : kept + 1]
         table = terminal_table(
-            ("layer", "head", *scores, *powers, "order needed", "order by bound"),
+            ("layer", "head", *scores, *powers, *_ORDERS.values()),
             (
                 [
                     *(str(head[name]) for name in ("layer", "head")),
-                    *(f"{head[name]:.2f}" for name in ("max_score", "p99_score", "mean_score")),
+                    *(f"{head[name]:.2f}" for name in ("max_score", "p99_score")),
                     *(f"{100 * part:.1f}%" for part in (*low, max(0.0, 1 - low.sum()))),
-                    _or(head["order_needed"], f"> {self.max_order}"),
-                    _or(head["order_bound"], "-"),
+                    *(_or(head[name], otherwise[name]) for name in _ORDERS),
                 ]
                 for head, low in zip(self.heads.to_dict("records"), shares, strict=True)
             ),
         )
         table.caption = (
             f"{self.note} s: the scores on {self.tokens:,} tokens. power n: the share of "
-            "|s|^n / n! in exp(|s|), mean over pairs of tokens. order needed: the order of the "
-            f"Taylor series whose output on this text is within {self.tolerance:g} of softmax's. "
-            "order by bound: the order that is enough for any scores up to max |s|."
+            "|s|^n / n! in exp(|s|), mean over pairs of tokens. order by bound: of the Taylor "
+            "series, enough for any scores up to max |s|. The other orders are the lowest "
+            f"whose output on this text is within {self.tolerance:g} of softmax's. Taylor: of the "
+            "series about 0. shifted: about the middle of each row's scores. effective: of the "
+            "Chebyshev series on the range of each row's scores."
         ).lstrip()
         return table
 
@@ -125,10 +146,18 @@ def analyze(
     """Measure the powers of exp's series in every head of a model, on text.
 
     The scores are the head's own: ``s = scale * phi(q_t) . phi(k_s)`` after rotary positions, with
-    the clamp of its spec. The values are multiplied by its input gate, if it has one. The terms are
-    those of *exp's* series of these scores, whatever series and denominator the head itself uses
-    (Taylor, a single power, a length). The errors are those of Taylor attention of each order,
-    divided by its row sum, against the softmax of these scores.
+    the clamp of its spec. The values are multiplied by its input gate, if it has one. Decays and
+    windows are the head's own: the weights of softmax and of every series are multiplied by the
+    same decay, and hidden keys count nowhere. The terms are those of *exp's* series of these
+    scores, whatever series and denominator the head itself uses (Taylor, a single power, a length;
+    with ``outside="series"`` also inside the window). The errors are those of attention by a series
+    of each order, divided by its row sum, against the softmax of these scores.
+
+    The shift of a row is the middle of its scores: then the largest ``|s - c|`` is as small as
+    possible, and with it the bound of the Taylor remainder. On trained heads, the mean of the
+    scores needs about the same order, and the maximum a much higher one. Keys that a decay has
+    faded, but not to 0, count in the range like others; in a head with strong decays the shift can
+    thus increase the order.
 
     Scores are computed in float32 (float64 for a float64 model), everything after that in float64.
     This is precise enough for rows whose largest score is above about -16. In a row far below that,
@@ -140,7 +169,7 @@ def analyze(
         mask: [N, T], 0 where a token is padding, which is neither query nor key; ``None`` for no
             padding.
         order: the highest power to report.
-        tolerance: the relative error allowed for ``order_needed``.
+        tolerance: the relative error of the output that the orders allow, mean over rows.
         max_order: the highest order to try; at least ``order`` is tried.
         progress: called with the share of the work that is done.
 
@@ -162,8 +191,7 @@ def analyze(
         raise ValueError(f"tolerance must be a finite number > 0, not {tolerance!r}.")
     max_order = max(order, max_order)
     lengths = shown.sum(1)
-    pairs = int((lengths * (lengths + 1) // 2).sum())
-    found = [LayerTerms(name, layer, order, max_order, pairs) for name, layer in layers.items()]
+    found = [LayerTerms(name, layer, order, max_order, shown) for name, layer in layers.items()]
 
     counted = 0  # calls of layers, over all sequences
 

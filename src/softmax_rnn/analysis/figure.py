@@ -1,9 +1,10 @@
-"""A figure of an analysis: the shares of the powers, and the order that each head needs."""
+"""A figure of an analysis: the shares of the powers, and the orders that each head needs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -17,7 +18,14 @@ from softmax_rnn.report.style import LOOK
 
 _LOWEST = -6.0  # the lowest log10 share with a colour of its own
 _MAX_LABELS = 48  # with more heads, only layers are labelled
-_BLUE, _VERMILION = "#0072B2", "#D55E00"
+_BLUE, _ORANGE, _VERMILION = "#0072B2", "#E69F00", "#D55E00"
+# Label, marker, fill and edge of each order; later ones are drawn above earlier ones.
+_ORDERS = {
+    "order_bound": ("by the remainder bound at max |s|", "D", "white", _VERMILION),
+    "order_needed": ("Taylor series", "s", _ORANGE, _ORANGE),
+    "order_shifted": ("Taylor series about the middle of each row", "o", "none", _BLUE),
+    "effective_order": ("effective order", "o", _BLUE, _BLUE),
+}
 
 
 def draw(analysis: Analysis, folder: Path, *, title: str = "") -> list[Path]:
@@ -29,7 +37,7 @@ def draw(analysis: Analysis, folder: Path, *, title: str = "") -> list[Path]:
         axes = figure.subplots(1, 3, sharey=True)
         _draw_shares(figure, axes[:2], analysis)
         _draw_orders(axes[2], analysis)
-        figure.legend(loc="outside lower right", ncols=3, frameon=False)
+        figure.legend(loc="outside lower right", ncols=5, frameon=False)
         if heading := "\n".join(filter(None, (title, analysis.note))):
             figure.suptitle(heading, fontsize=10, parse_math=False)
         return save(figure, folder / "analysis")
@@ -78,30 +86,24 @@ def _draw_shares(figure: Figure, axes: Sequence[Axes], analysis: Analysis) -> No
 
 
 def _draw_orders(ax: Axes, analysis: Analysis) -> None:
-    """The order that each head needs on this text, and the order by the remainder bound."""
-    heads = analysis.heads
-    rows = np.arange(len(heads))
-    needed = heads["order_needed"].to_numpy(dtype=float, na_value=np.nan)
-    bound = heads["order_bound"].to_numpy(dtype=float, na_value=np.nan)
+    """The orders that each head needs on this text, and the order by the remainder bound."""
+    rows = np.arange(len(analysis.heads))
+    orders = analysis.heads[list(_ORDERS)].to_numpy(dtype=float, na_value=np.nan)
     size = 30 if len(rows) <= _MAX_LABELS else 10
-    ax.hlines(rows, needed, bound, color="0.7", linewidth=1, zorder=1)
-    ax.scatter(needed, rows, size, color=_BLUE, label="needed on this text", zorder=3)
-    ax.scatter(
-        bound,
-        rows,
-        size,
-        marker="D",
-        facecolor="white",
-        edgecolor=_VERMILION,
-        label="by the remainder bound at max |s|",
-        zorder=2,
-    )
-    if (beyond := rows[np.isnan(needed)]).size:
-        at = np.full(len(beyond), analysis.max_order)
+    known = ~np.isnan(orders).all(1)
+    lowest, highest = np.nanmin(orders[known], axis=1), np.nanmax(orders[known], axis=1)
+    ax.hlines(rows[known], lowest, highest, color="0.7", linewidth=1, zorder=1)
+    for values, (label, marker, fill, edge) in zip(orders.T, _ORDERS.values(), strict=True):
+        style: dict[str, Any] = {"s": size, "facecolor": fill, "edgecolor": edge, "zorder": 2}
+        ax.scatter(values, rows, marker=marker, label=label, **style)
+        if label != _ORDERS["order_bound"][0]:
+            beyond = rows[np.isnan(values)]
+            ax.scatter(np.full(len(beyond), analysis.max_order), beyond, marker=">", **style)
+    if np.isnan(orders[:, 1:]).any():
         label = f"more than {analysis.max_order}"
-        ax.scatter(at, beyond, size, marker=">", color=_BLUE, label=label, zorder=3)
+        ax.scatter([], [], size, marker=">", facecolor="white", edgecolor="0.3", label=label)
     ax.set_title(f"Order within {analysis.tolerance:g} of softmax")
-    ax.set_xlabel("order of the Taylor series")
+    ax.set_xlabel("order of the series")
     ax.margins(x=0.05)
     ax.set_xlim(left=0)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))

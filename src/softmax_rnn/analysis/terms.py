@@ -3,135 +3,141 @@
 from __future__ import annotations
 
 import math
+from itertools import chain, islice
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
+from softmax_rnn.analysis.orders import Rows, add_errors, chebyshev, summed, taylor
+from softmax_rnn.ops.decay import fade_, per_key_decay
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.forms.row_sums import compute_dtype
+from softmax_rnn.ops.forms.row_sums import compute_dtype, visible, visible_count
 from softmax_rnn.ops.layer import Attention
 from softmax_rnn.ops.series import MAX_RADIUS, order_for
-from softmax_rnn.ops.spec import AttentionSpec
 
 PERCENTILE = 99
-_MIN_SUM = 1e-6  # smallest magnitude of a row sum that can cross zero
+ORDERS = ("order_needed", "order_shifted", "effective_order")  # about 0; shifted; Chebyshev
 _ROWS, _SCORES = 128, 2**19  # limits per step: queries, and scores of all heads
-_NEGLIGIBLE = 1e-17  # relative to a row's weight sum; adding it does not change a float64 sum
 
 
 class LayerTerms:
-    """The sums of one layer over all sequences; kept as logarithms if they could overflow."""
+    """The sums of one layer over all sequences; kept as logarithms if they could overflow.
 
-    def __init__(self, name: str, module: Attention, order: int, max_order: int, pairs: int):
-        self.name, self.module, self.order, self.max_order = name, module, order, max_order
-        self.pairs = pairs  # visible pairs of a head, over all sequences
+    ``shown`` [N, T] is false at padding.
+    """
+
+    def __init__(self, name: str, module: Attention, order: int, max_order: int, shown: Tensor):
+        self.name, self.module, self.order = name, module, order
+        spec = module.spec
+        self.window = spec.hiding_window, spec.global_keys
+        size = shown.shape[1]
+        mask = shown[:, None, None]
+        counts = visible_count(size, size, True, mask, shown.device, *self.window)
+        # Visible pairs of a head, over all sequences.
+        self.pairs = int((counts * shown[:, None]).sum())
         # How many of the largest |s| to keep: up to the two between which the percentile is.
-        self.kept = pairs - math.floor(PERCENTILE / 100 * (pairs - 1))
+        self.kept = self.pairs - math.floor(PERCENTILE / 100 * (self.pairs - 1))
         heads = module.q_proj.out_features // module.qk_dim
         zeros = module.q_proj.weight.new_zeros((heads, max_order + 1), dtype=torch.float64)
         self.log_terms = torch.full_like(zeros[:, : order + 1], -math.inf)
         self.log_numerators = self.log_terms.clone()
         self.log_total = self.log_terms[:, 0].clone()
         self.pair_shares = torch.zeros_like(self.log_terms)
-        self.errors = zeros
-        self.sum = torch.zeros_like(self.log_total)
+        self.errors = {name: torch.zeros_like(zeros) for name in ORDERS}
+        self.sum, self.mass, self.radius = (torch.zeros_like(self.log_total) for _ in range(3))
         self.largest = zeros[:, :0]
 
     def add(self, hidden: Tensor, positions: tuple[Tensor, Tensor] | None, shown: Tensor) -> None:
         """Add a sequence: the layer's inputs [1, T, hidden]; ``shown`` [T] is false at padding."""
-        spec = self.module.spec
-        q, k, v = (x[0, :, shown] for x in self.module.project(hidden, positions)[:3])
+        spec, mask = self.module.spec, shown[None, None, None]
+        given = self.module.project(hidden, positions, mask=mask)
+        dtype = compute_dtype(given.q.dtype)
+        q, k = (FEATURE_MAPS[spec.feature_map](x[0]).to(dtype) for x in given[:2])
         groups = len(q) // len(k)
-        q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
-        q, k = (x.to(compute_dtype(x.dtype)) for x in (q, k))
-        k, v = (x.repeat_interleave(groups, 0) for x in (k, v))
+        k, v = (x.repeat_interleave(groups, 0) for x in (k, given.v[0]))
         # A channel of ones sums the weights.
         values = torch.cat([v, torch.ones_like(v[..., :1])], -1).double()
+        largest = v[:, shown].abs().amax((1, 2)).double()
+        fading = per_key_decay(given.log_decay, given.k, mask)
+        if fading is not None:
+            fading = fading[0].cumsum(1).repeat_interleave(groups, 0)
         q = q * spec.score_scale(q.shape[-1])
         length = q.shape[1]
-        rows = max(1, min(_ROWS, _SCORES // (len(q) * length)))
-        for start in range(0, length, rows):
-            stop = min(start + rows, length)
-            scores = q[:, start:stop] @ k[:, :stop].mT
+        channels = q.shape[-1] if spec.decay == "channel" else 1
+        rows = max(1, min(_ROWS, _SCORES // (len(q) * length * channels)))
+        for chunk in shown.nonzero()[:, 0].split(rows):
+            keys = int(chunk[-1]) + 1
+            decay = None
+            if fading is not None:
+                decay = fading[:, chunk, None] - fading[:, None, :keys]
+                decay = fade_(decay.clamp_(max=0).to(dtype))
+            scores = _scores(q[:, chunk], k[:, :keys], decay)
             if spec.clamp is not None:
                 scores = scores.clamp(max=spec.clamp)
             if not scores.isfinite().all():
                 raise FloatingPointError(f"A score of {self.name} is not finite.")
-            hidden_keys = torch.ones_like(scores[0], dtype=torch.bool).triu(start + 1)
-            self._add_rows(scores.double(), values[:, :stop], hidden_keys)
+            first = int(chunk[0])
+            last = keys - first, keys  # queries from the chunk's first on
+            seen = visible(*last, True, mask[..., :keys], q.device, *self.window)
+            assert seen is not None
+            seen = seen[0, 0, chunk - first]
+            factor = seen.expand_as(scores).double()
+            if decay is not None and decay.ndim == 3:
+                factor = decay.double().masked_fill_(~seen, 0)
+            scores = scores.double().masked_fill_(~seen, 0)
+            self._add_rows(Rows(scores, factor, values[:, :keys], largest), seen)
 
-    def _add_rows(self, s: Tensor, values: Tensor, hidden: Tensor) -> None:
-        """Add scores [H, R, S] with values [H, S, E + 1], where ``hidden`` [R, S] is false."""
-        peak = s.masked_fill(hidden, -math.inf).amax(-1)  # [H, R]
-        exact = (s - peak[..., None]).exp_().masked_fill_(hidden, 0) @ values
-        s = s.masked_fill_(hidden, 0)
-        size = s.abs()
-        self.sum += s.sum((1, 2))
-        sizes = size.masked_fill(hidden, -1.0).flatten(1)  # -1: below every visible pair
+    def _add_rows(self, rows: Rows, seen: Tensor) -> None:
+        """Add rows, whose queries see the keys ``seen`` [R, S]."""
+        size = rows.scores.abs()
+        self.sum += rows.scores.sum((1, 2))
+        self.mass += rows.factor.sum((1, 2))
+        sizes = size.masked_fill(~seen, -1.0).flatten(1)  # -1: below every visible pair
         sizes = torch.cat([self.largest, sizes], 1)
         self.largest, _ = sizes.topk(min(self.kept, sizes.shape[1]), dim=1)
 
         radius = size.amax(-1)
-        total = (size - radius[..., None]).exp_().masked_fill_(hidden, 0).sum(-1).log() + radius
+        total = ((size - radius[..., None]).exp_() * rows.factor).sum(-1).log() + radius
         self.log_total = torch.logaddexp(self.log_total, total.logsumexp(1))
 
-        # From here on each row is divided by exp(unit), so that no term overflows.
+        exact, top = rows.exact()
+        log_exact = exact[..., :-1].norm(dim=-1).clamp(min=torch.finfo(exact.dtype).tiny).log()
         unit = radius.clamp(max=MAX_RADIUS)
-        term = (-unit).exp()[..., None].expand_as(s).masked_fill(hidden, 0)
-        tiny = torch.finfo(s.dtype).tiny  # no division by zero: a row of zeros has the error 0
         inverse = (unit[..., None] - size).exp_()  # 1 / exp(|s|), in the row's unit
-        log_exact = exact[..., :-1].norm(dim=-1).clamp(min=tiny).log() + peak - unit
-        weight = exact[..., -1] * (peak - unit).exp()
-        out = exact[..., :-1] / exact[..., -1:]
-        out_size = out.norm(dim=-1).clamp(min=tiny)
-        guard = _MIN_SUM * (-unit).exp()
-        partial = torch.zeros_like(exact)
-        largest, settled = float(radius.max()), False
-        for n in range(self.max_order + 1):
-            if n:
-                term.mul_(s).div_(n)
-            sums = term @ values
-            partial += sums
-            magnitude = torch.linalg.vector_norm(term, 1, -1)
-            if n <= self.order:
-                self.pair_shares[:, n] += (term * inverse).abs_().sum((1, 2))
-                terms = (magnitude.log() + unit).logsumexp(1)
-                self.log_terms[:, n] = torch.logaddexp(self.log_terms[:, n], terms)
-                ratios = (sums[..., :-1].norm(dim=-1).log() - log_exact).logsumexp(1)
-                self.log_numerators[:, n] = torch.logaddexp(self.log_numerators[:, n], ratios)
-            error = (partial[..., :-1] / self._row_sum(partial[..., -1], guard, n)[..., None]) - out
-            mean = (error.norm(dim=-1) / out_size).sum(-1)
-            if settled:
-                self.errors[:, n::2] += mean[:, None]
-                return
-            # Beyond the largest score, terms only shrink. Once they are negligible, errors depend
-            # only on whether the order is odd (then the row sum is guarded). So this order's error
-            # is used for all later orders of its parity, and that of the next one for the others.
-            settled = n >= max(self.order, largest) and bool(
-                (magnitude <= _NEGLIGIBLE * weight).all()
+        about_0 = taylor(rows, torch.zeros_like(radius), radius)
+        first = []
+        for n, (coefficient, basis) in enumerate(islice(about_0, self.order + 1)):
+            sums = basis @ rows.v
+            first.append((coefficient, sums))
+            shares = (basis.abs() * inverse).sum(-1)
+            self.pair_shares[:, n] += (coefficient * shares).sum(1)
+            scale = coefficient.log() + unit
+            added = (torch.linalg.vector_norm(basis, 1, -1).log() + scale).logsumexp(1)
+            self.log_terms[:, n] = torch.logaddexp(self.log_terms[:, n], added)
+            ratios = sums[..., :-1].norm(dim=-1).log() + scale - log_exact - top
+            self.log_numerators[:, n] = torch.logaddexp(
+                self.log_numerators[:, n], ratios.logsumexp(1)
             )
-            self.errors[:, n :: 2 if settled else self.max_order + 1] += mean[:, None]
+        all_sums = chain(first, summed(about_0, rows))
+        add_errors(self.errors["order_needed"], rows, all_sums, unit)
 
-    def _row_sum(self, total: Tensor, guard: Tensor, order: int) -> Tensor:
-        """The denominator of Taylor attention, kept away from zero as in ``attention``."""
-        spec = self.module.spec
-        taylor = AttentionSpec(
-            spec.feature_map, "taylor", order, clamp=spec.clamp, scale=spec.scale
-        )
-        if taylor.sign_definite:
-            return total
-        return torch.where(total.abs() < guard, guard.copysign(total), total)
+        center, radius = rows.range()
+        self.radius = self.radius.maximum(radius.amax(1))
+        for name, terms, unit in (
+            ("order_shifted", taylor(rows, center, radius), radius.clamp(max=MAX_RADIUS)),
+            ("effective_order", chebyshev(rows, center, radius), radius),
+        ):
+            add_errors(self.errors[name], rows, summed(terms, rows), center + unit)
 
     def frames(
         self, layer: int, tokens: int, tolerance: float
     ) -> tuple[pd.DataFrame, pd.DataFrame]:
         """The layer's rows of ``Analysis.heads`` and ``Analysis.powers``."""
         heads, powers = len(self.sum), self.order + 1
-        errors = (self.errors / tokens).cpu().numpy()
-        within = errors <= tolerance
-        needed = [int(row.argmax()) if row.any() else None for row in within]
+        mass = self.mass[:, None]
+        errors = {name: (sums / tokens).cpu().numpy() for name, sums in self.errors.items()}
         top = self.largest.cpu().numpy()
         # The percentile is between the two smallest |s| that were kept.
         fraction = PERCENTILE / 100 * (self.pairs - 1) % 1
@@ -145,7 +151,8 @@ class LayerTerms:
                 "max_score": top[:, 0],
                 "p99_score": lower + fraction * (upper - lower),
                 "mean_score": (self.sum / self.pairs).cpu().numpy(),
-                "order_needed": pd.array(needed, dtype="Int64"),
+                "max_radius": self.radius.cpu().numpy(),
+                **{name: _lowest(within <= tolerance) for name, within in errors.items()},
                 "order_bound": pd.array(bounds, dtype="Int64"),
             }
         )
@@ -154,12 +161,25 @@ class LayerTerms:
                 "layer": layer,
                 "head": np.repeat(np.arange(heads), powers),
                 "power": np.tile(np.arange(powers), heads),
-                "term": (self.log_terms - math.log(self.pairs)).exp().flatten().cpu().numpy(),
+                "term": (self.log_terms - mass.log()).exp().flatten().cpu().numpy(),
                 "share": np.exp(log_share).ravel(),
                 "log10_share": log_share.ravel() / math.log(10),
-                "pair_share": (self.pair_shares / self.pairs).flatten().cpu().numpy(),
+                "pair_share": (self.pair_shares / mass).flatten().cpu().numpy(),
                 "numerator": (self.log_numerators - math.log(tokens)).exp().flatten().cpu().numpy(),
-                "error": errors[:, :powers].ravel(),
+                "error": errors["order_needed"][:, :powers].ravel(),
             }
         )
         return by_head, by_power
+
+
+def _scores(q: Tensor, k: Tensor, decay: Tensor | None) -> Tensor:
+    """The scores [H, R, S] of scaled queries; a decay per channel is part of them."""
+    if decay is None or decay.ndim == 3:
+        return q @ k.mT
+    return ((decay * k[:, None]) @ q[..., None]).squeeze(-1)
+
+
+def _lowest(within: np.ndarray) -> pd.api.extensions.ExtensionArray:
+    """The lowest order of each head [H, N + 1] that is within the tolerance, or missing."""
+    found = [int(row.argmax()) if row.any() else None for row in within]
+    return pd.array(found, dtype="Int64")

@@ -160,8 +160,9 @@ COMMANDS = {
         "measure which powers a trained model's heads use",
         _analyze_options,
         _analyze,
-        about="Measure on real text how large each power's term is in every head, and which order "
-        "a head needs to approximate softmax within a tolerance.",
+        about="Measure on real text how large each power's term is in every head, and each head's "
+        "effective order, the lowest at which polynomials of the scores give softmax's output "
+        "within a tolerance.",
         extra="report",
     ),
     "variants": Command("list the variants", lambda parser, defaults: None, _variants),
