@@ -152,7 +152,7 @@ def test_reproduce_dry_run_and_claims(
     claims = json.loads((tmp_path / "demo" / "claims.json").read_text())
     sources = [(row["source"], row["claim"]) for row in claims]
     assert {number for source, number in sources if source == PAPER} == set(range(1, 12))
-    assert {number for source, number in sources if source == OWN} == set(range(1, 7))
+    assert {number for source, number in sources if source == OWN} == set(range(1, 13))
     there = ["reproduce", "figure2", "--out", str(tmp_path), "--dry-run", "--with", *fields]
     assert main(there) == 0
     assert capsys.readouterr().out.count("finished") == 2

@@ -35,14 +35,13 @@ from transformers import PreTrainedModel
 from softmax_rnn._utils.files import write_json, write_text
 from softmax_rnn._utils.progress import ProgressBar
 from softmax_rnn.analysis.terms import PERCENTILE, LayerTerms
-from softmax_rnn.data import TokenBlocks
 from softmax_rnn.ops.layer import Attention
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.checkpoint import load_trained, model_folder
 from softmax_rnn.training.folder import RunFolder
-from softmax_rnn.training.run import load_corpus
+from softmax_rnn.training.run import load_rows
 
 MAX_ORDER = 128  # the highest order that is tried by default
 _ORDERS = {
@@ -263,7 +262,7 @@ def analyze_checkpoint(
         config = RunConfig(tokenizer=str(folder), block_size=length)
     if corpus is not None:
         config = dataclasses.replace(config, corpus=corpus)
-    split = TokenBlocks(load_corpus(config), "test", config.block_size)
+    _, _, split = load_rows(dataclasses.replace(config, packing="blocks"))
     chosen = np.linspace(0, len(split) - 1, min(blocks, len(split))).round().astype(int)
     ids = torch.stack([split[index]["input_ids"] for index in chosen])
     with ProgressBar(f"Measuring {folder}", total=1.0) as bar:

@@ -80,9 +80,12 @@ def _prepare_options(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
 
 
 def _prepare(parsed: Namespace) -> int:
+    from softmax_rnn.data import is_task
     from softmax_rnn.training.run import load_corpus
 
     fields = {name: parsed[name] for name in ("corpus", *_CORPUS_FIELDS)}
+    if is_task(parsed.corpus):
+        raise ValueError(f"{parsed.corpus} is a task: its rows are drawn, so nothing is prepared.")
     with StopRequest():
         corpus = load_corpus(RunConfig.from_dict(fields), workers=parsed.workers)
         if parsed.verify:

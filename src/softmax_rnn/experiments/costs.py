@@ -9,7 +9,6 @@ from functools import lru_cache
 import torch
 
 from softmax_rnn._utils.errors import require_choice
-from softmax_rnn.data.tasks import is_task, parse_task
 from softmax_rnn.training.config import RunConfig
 
 # Dense bfloat16 operations per second, from the data sheets.
@@ -88,6 +87,8 @@ def bytes_text(size: float) -> str:
 
 def _vocabulary(config: RunConfig) -> int:
     """Rows of the embedding; Llama 2's for any tokenizer but bytes, since none is loaded."""
+    from softmax_rnn.data import is_task, parse_task  # slow to import
+
     if is_task(config.corpus):
         return config.vocab_size or parse_task(config.corpus, config.block_size).vocab_size
     return config.vocab_size or (257 if config.tokenizer == "bytes" else 32_000)
