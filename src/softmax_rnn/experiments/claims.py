@@ -187,10 +187,10 @@ def _recalls(kind: Any, *pairs: tuple[str, str]) -> tuple[Check, ...]:
     return tuple(Check(a, kind, b, _RECALLED, "recall") for a, b in pairs)
 
 
-# Each is checked at every width of queries and keys.
+# Each is checked at every width of queries and keys that its variants are trained with.
 _RECALL_CLAIMS: tuple[tuple[str, tuple[Check, ...]], ...] = (
     (
-        "Softmax recalls every pair.",
+        "Softmax recalls every pair, however narrow its queries and keys.",
         (Check("softmax", "solved", "softmax", 0.01, "recall"),),
     ),
     (

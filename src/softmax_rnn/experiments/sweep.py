@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from softmax_rnn.experiments.figures import Experiment
+from softmax_rnn.experiments.figures import Experiment, Panel
 from softmax_rnn.experiments.plan import PlannedRun, run_folder
 from softmax_rnn.experiments.scales import Scale
 
 # Zoology's: logspace(-3, -1.5, 4).
 RATES = (1e-3, 3.16e-3, 1e-2, 3.16e-2)
+T = TypeVar("T")
 
 
 def family(variant: str) -> str:
@@ -25,17 +26,24 @@ def trials(
 ) -> list[PlannedRun]:
     """A run per family and learning rate.
 
-    Of each family it is the middle variant (order 2 of 1 to 4) in the figure's middle panel.
+    Of each family it is the middle variant (order 2 of 1 to 4), in the middle one of its panels.
     """
-    panel = experiment.panels[(len(experiment.panels) - 1) // 2]
+    places: dict[str, list[tuple[Panel, str]]] = {}
+    for panel in experiment.panels:
+        for kind in dict.fromkeys(map(family, panel.variants)):
+            names = [name for name in panel.variants if family(name) == kind]
+            places.setdefault(kind, []).append((panel, _middle(names)))
     parent = root / scale.name / experiment.name / "rates"
     runs = []
-    for names in _families(panel.variants).values():
-        name = names[(len(names) - 1) // 2]
+    for panel, name in map(_middle, places.values()):
         for rate in RATES:
             config = scale.config(panel, name, seed, {**fields, "learning_rate": rate})
             runs.append(PlannedRun(config, run_folder(parent, f"{name}-rate{rate:g}", seed)))
     return runs
+
+
+def _middle(items: Sequence[T]) -> T:
+    return items[(len(items) - 1) // 2]
 
 
 def chosen_rates(runs: Sequence[PlannedRun]) -> dict[str, float]:
@@ -59,10 +67,3 @@ def chosen_rates(runs: Sequence[PlannedRun]) -> dict[str, float]:
     if missing:
         raise ValueError(f"No trial of a learning rate is finished for {', '.join(missing)}.")
     return {name: rate for name, (_, rate) in best.items()}
-
-
-def _families(variants: Iterable[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for variant in variants:
-        found.setdefault(family(variant), []).append(variant)
-    return found

@@ -91,13 +91,17 @@ def judge(found: Mapping[tuple[str, str], Runs], scale: Scale) -> list[Verdict]:
     """
     verdicts = []
     for claim in CLAIMS:
-        wanted = {scale.place(panel) for name in claim.figures for panel in FIGURES[name].panels}
-        places = [place for place in found if place in wanted] or [("", "")]
+        trained: dict[tuple[str, str], set[str]] = {}
+        for panel in (panel for name in claim.figures for panel in FIGURES[name].panels):
+            trained.setdefault(scale.place(panel), set()).update(panel.variants)
         findings = tuple(
-            examine(check, found.get(place, {}), ", ".join(place).strip(", "))
-            for place in places
+            examine(check, found[place], ", ".join(place))
+            for place in found
             for check in claim.checks
+            if {check.variant, check.other} <= trained.get(place, set())
         )
+        if not findings:
+            findings = tuple(examine(check, {}, "") for check in claim.checks)
         verdicts.append(Verdict(claim, findings))
     return verdicts
 
