@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -310,3 +311,28 @@ def test_gradient_checkpointing_changes_no_gradient(name: str, reentrant: bool) 
         grads.append([parameter.grad for parameter in model.parameters()])
     for a, b in zip(*grads, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_model_without_mlps(tmp_path: Path) -> None:
+    """Each layer is attention alone; it saves, loads and generates."""
+    config = sr.SoftmaxRNNConfig(
+        attention="taylor:2+decay", layer_options={"short_convolution": 3}, vocab_size=20,
+        hidden_size=16, intermediate_size=0, num_hidden_layers=2, num_attention_heads=2,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = sr.SoftmaxRNNForCausalLM(config)
+    initialize(model, 0)
+    names = [name for name, _ in model.named_parameters()]
+    assert not any("mlp" in name or "post_attention" in name for name in names)
+    ids = torch.randint(20, (2, 7))
+    model(ids, labels=ids).loss.backward()
+    assert all(x.grad is not None for x in model.parameters())
+    layer = model.model.layers[0]
+    x, rotary = torch.randn(1, 3, 16), model.model.rotary_emb(torch.randn(1, 3, 16), ids[:1, :3])
+    attended = layer.self_attn(layer.input_layernorm(x), rotary)[0]
+    torch.testing.assert_close(layer(x, position_embeddings=rotary), x + attended)
+    model.save_pretrained(tmp_path)
+    loaded = sr.SoftmaxRNNForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert loaded.generate(ids, max_new_tokens=3, do_sample=False).shape == (2, 10)
