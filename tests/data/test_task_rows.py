@@ -47,7 +47,8 @@ def test_a_corpus_is_told_apart_by_what_is_drawn() -> None:
 
     plain = manifest("task:mqar?pairs=4&vocab=32")
     assert plain == manifest("task:mqar?vocab=32&pairs=4")
-    assert plain["vocab_size"] == 32 and plain["end_of_text"] is None
+    assert plain["vocab_size"] == 32
+    assert plain["end_of_text"] is None
     assert plain["train"] == manifest("task:mqar?pairs=4&vocab=32", 1)["train"]
     assert plain["test"] != manifest("task:mqar?pairs=4&vocab=32", 1)["test"]
     for other in ("task:mqar?pairs=5&vocab=32", "task:mqar?pairs=4&vocab=32&filler=zero"):
@@ -58,4 +59,5 @@ def test_ids_are_words() -> None:
     tokenizer = task_tokenizer(32)
     assert tokenizer("3 31 0")["input_ids"] == [3, 31, 0]
     assert tokenizer.decode([3, 31, 0]) == "3 31 0"
-    assert is_task("task:parity") and not is_task("tasks/parity.txt")
+    assert is_task("task:parity")
+    assert not is_task("tasks/parity.txt")

@@ -200,3 +200,59 @@ def test_our_own_claims_are_apart(tmp_path: Path) -> None:
 def fake_name(root: Path, seed: int, loss: float) -> RunFolder:
     """A run for which only its losses count."""
     return made_up(root, "taylor:2", seed, loss)
+
+
+@pytest.mark.parametrize(
+    ("check", "accuracy", "outcome"),
+    [
+        (Check("norm", "no worse", "softmax", 0.02, "recall"), 0.99, "holds"),
+        (Check("norm", "no worse", "softmax", 0.02, "recall"), 0.90, "fails"),
+        (Check("norm", "worse", "softmax", 0.02, "recall"), 0.90, "holds"),
+        (Check("norm", "worse", "softmax", 0.02, "recall"), 0.99, "fails"),
+        (Check("norm", "solved", "norm", 0.01, "recall"), 0.995, "holds"),
+        (Check("norm", "solved", "norm", 0.01, "recall"), 0.95, "fails"),
+    ],
+)
+def test_a_check_of_recall(check: Check, accuracy: float, outcome: str, tmp_path: Path) -> None:
+    """Losses say the opposite, and count for nothing."""
+    task = {"corpus": "task:mqar", "block_size": 64}
+    runs = {
+        name: {seed: made_up(tmp_path, name, seed, loss, accuracy=right, **task) for seed in (0, 1)}
+        for name, loss, right in (("softmax", 1.5 + accuracy, 0.99), ("norm", 1.5, accuracy))
+    }
+    finding = examine(check, runs, "recall, mqar")
+    assert finding.outcome == outcome
+    assert finding.difference is not None
+    wrong = 1 - accuracy - (0 if check.kind == "solved" else 0.01)
+    assert finding.difference.mean == pytest.approx(wrong, abs=0.005)
+
+
+def test_claims_on_recall_are_judged_at_every_width(tmp_path: Path) -> None:
+    """Windows have no claim, and softmax at its own width is judged, too."""
+    task = {"corpus": "task:mqar", "block_size": 64}
+
+    def runs(where: str, accuracies: dict[str, float]) -> dict[str, dict[int, RunFolder]]:
+        return {
+            name: {
+                seed: made_up(tmp_path / where, name, seed, 1.0, accuracy=accuracy, **task)
+                for seed in (0, 1)
+            }
+            for name, accuracy in accuracies.items()
+        }
+
+    found = {
+        ("recall", "mqar"): runs("own", {"softmax": 1.0, "window:16": 0.1}),
+        ("recall", "mqar-width2"): runs("2", {"softmax": 0.9, "taylor:1": 0.1, "taylor:2": 0.4}),
+        ("recall", "mqar-width4"): runs("4", {"softmax": 1.0, "taylor:1": 0.6, "taylor:2": 0.9}),
+    }
+    verdicts = {v.claim.text: v for v in judge(found, DEMO) if "recall" in v.claim.figures}
+    softmax = verdicts["Softmax recalls every pair, however narrow its queries and keys."]
+    assert [finding.where for finding in softmax.findings] == [", ".join(place) for place in found]
+    assert [finding.outcome for finding in softmax.findings] == ["holds", "fails", "holds"]
+    assert softmax.outcome == "fails"
+    powers = verdicts["Adding powers costs no recall."]
+    ran = [finding for finding in powers.findings if finding.outcome != "not run"]
+    assert [(str(f.check), f.where, f.outcome) for f in ran] == [
+        ("taylor:2 no worse than taylor:1 in recall within 0.02", f"recall, mqar-width{w}", "holds")
+        for w in (2, 4)
+    ]

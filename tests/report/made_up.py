@@ -15,9 +15,15 @@ BLOCKS = 30
 
 
 def made_up(
-    root: Path, attention: str, seed: int, loss: float, split: str = "a", **fields: Any
+    root: Path,
+    attention: str,
+    seed: int,
+    loss: float,
+    split: str = "a",
+    accuracy: float | None = None,
+    **fields: Any,
 ) -> RunFolder:
-    """A finished run's folder whose losses end near ``loss``."""
+    """A finished run's folder whose losses end near ``loss``, and accuracies near ``accuracy``."""
     folder = RunFolder(root / f"{attention}-{seed}")
     folder.path.mkdir(parents=True)
     RunConfig(attention=attention, seed=seed, **fields).save(folder.config_file)
@@ -32,10 +38,10 @@ def made_up(
             {**row, "learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_second": 1e4},
         )
         if step % 50 == 0:
-            append_row(
-                folder.evaluations_file,
-                {"step": step, "tokens": step * 2048, "test_loss": loss + 6 / step},
-            )
+            row = {"step": step, "tokens": step * 2048, "test_loss": loss + 6 / step}
+            if accuracy is not None:
+                row["test_accuracy"] = accuracy * step / 200
+            append_row(folder.evaluations_file, row)
     summary = {
         "parameters": 1000 + len(attention),
         "train_loss": loss,
@@ -46,6 +52,10 @@ def made_up(
         "loss_spikes": 0,
         "seconds": 60.0,
     }
+    if accuracy is not None:
+        wrong = np.full(BLOCKS, 1 - accuracy) + draw.normal(0, 0.002, BLOCKS)
+        np.save(folder.path / "test_errors.npy", wrong)
+        summary |= {"test_accuracy": float(1 - wrong.mean()), "steps": 200}
     (folder.path / "summary.json").write_text(json.dumps(summary))
     corpus = {name: {"tokens": 9, "sha256": split * 64} for name in ("train", "test")}
     (folder.path / "environment.json").write_text(

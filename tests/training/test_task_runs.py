@@ -34,7 +34,8 @@ def solved(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 def test_a_run_ends_at_its_accuracy(solved: RunFolder) -> None:
     accuracies = solved.evaluations.test_accuracy
-    assert (accuracies[:-1] < 0.7).all() and accuracies.iloc[-1] >= 0.7
+    assert (accuracies[:-1] < 0.7).all()
+    assert accuracies.iloc[-1] >= 0.7
     last = int(solved.evaluations.step.iloc[-1])
     assert 10 < last < 240
     assert solved.summary["steps"] == last == solved.metrics.step.iloc[-1]
