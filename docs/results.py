@@ -25,6 +25,7 @@ from softmax_rnn.report import markdown
 from softmax_rnn.report.curves import MIN_SEEDS, seed_interval
 from softmax_rnn.report.gaps import gap_table
 from softmax_rnn.report.laws import PAPER_TOKENS, gaps, law_of_ends
+from softmax_rnn.report.recall import recall_table
 from softmax_rnn.report.table import difference_text, memory_text, results
 
 HERE = Path(__file__).parent
@@ -65,6 +66,60 @@ def losses(experiment: Experiment, scale: Scale, found: Found) -> str:
         parts.append(markdown.table(shown, cells, left=len(shown)))
         parts.append(conditions({name: runs[name] for name in names}))
     return "\n\n".join(parts)
+
+
+def recall(experiment: Experiment, scale: Scale, found: Found) -> str:
+    """The tables of a recall task: accuracies by width and order, and what a layer keeps."""
+    runs = {place: found[place] for place in places_of(experiment, scale)}
+    everything = [
+        run for variants in runs.values() for seeds in variants.values() for run in seeds.values()
+    ]
+    table = recall_table(everything).sort_values(["series", "decay", "width", "order"])
+    table["cell"] = [accuracy(row) for row in table.to_dict("records")]
+    table["family"] = "`" + table.series + table.decay + "`"
+    series = table[table.order.notna() & (table.series != "window")]
+    others = table.drop(series.index)
+    rates = series.drop_duplicates("family").set_index("family").learning_rate
+    grid = series.pivot(index=["family", "width"], columns="order", values="cell").fillna("")
+    sizes = series[series.family == "`taylor`"].pivot(
+        index="width", columns="order", values="bytes"
+    )
+    header = ("series", "learning rate", "width", *(f"order {order}" for order in grid))
+    parts = [
+        markdown.table(
+            header,
+            ((name, f"{rates[name]:g}", str(width), *row) for (name, width), *row in
+             grid.itertuples()),
+            left=2,
+        ),
+        "Bytes of state per layer, of `taylor:N`; the others have one column of 65 less without a "
+        "row sum:",
+        markdown.table(
+            ("width", *(f"order {order}" for order in sizes)),
+            ((str(width), *(f"{size:,}" for size in row)) for width, *row in sizes.itertuples()),
+            left=1,
+        ),
+        "Softmax and windows:",
+        markdown.table(
+            ("variant", "learning rate", "width", "bytes per layer", "accuracy"),
+            (
+                (f"`{row['variant']}`", f"{row['learning_rate']:g}", str(row["width"]),
+                 f"{row['bytes']:,}", row["cell"])
+                for row in others.to_dict("records")
+            ),
+            left=2,
+        ),
+        conditions(
+            {name: seeds for variants in runs.values() for name, seeds in variants.items()}
+        ),
+    ]  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def accuracy(row: Mapping[Any, Any]) -> str:
+    """A mean over seeds and half of its interval."""
+    half = f" ± {row['high'] - row['accuracy']:.3f}" if row["seeds"] >= MIN_SEEDS else ""
+    return f"{row['accuracy']:.3f}{half}"
 
 
 def places_of(experiment: Experiment, scale: Scale) -> dict[tuple[str, str], list[str]]:
@@ -204,7 +259,8 @@ def main(root: Path) -> None:
         if f"<!-- {name} -->" not in text or not finished:
             continue
         scale, seeds = next((each for each in finished if len(each[1]) >= MIN_SEEDS), finished[0])
-        parts[name] = losses(experiment, scale, everything[scale.name])
+        made = recall if experiment.kind == "recall" else losses
+        parts[name] = made(experiment, scale, everything[scale.name])
         if experiment.kind == "gaps":
             parts["laws"] = laws(scale, everything)
         for path in draw(experiment, scale, root, seeds):

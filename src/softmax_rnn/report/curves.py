@@ -17,11 +17,15 @@ from softmax_rnn.training.folder import RunFolder
 # Two seeds are drawn as two lines: their 95% interval would be 9 times as wide as their distance.
 MIN_SEEDS = 3  # for an interval
 _MAX_POINTS = 40  # of a training curve, each a mean over a window
+EVALUATED = {"test": "test_loss", "accuracy": "test_accuracy"}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The loss of one variant against tokens: each seed, the mean over seeds, a 95% interval."""
+    """The loss of one variant against tokens: each seed, the mean over seeds, a 95% interval.
+
+    Or its accuracy on a task.
+    """
 
     variant: str
     tokens: NDArray[np.float64]
@@ -48,7 +52,10 @@ class Curve:
 
 
 def curves(runs: Sequence[RunFolder], split: str) -> list[Curve]:
-    """One curve per variant: ``test`` (every evaluation) or ``train`` (means over windows)."""
+    """One curve per variant: of the loss, or of the test ``accuracy``.
+
+    ``test`` and ``accuracy`` have a point per evaluation, ``train`` is a mean over windows.
+    """
     return [
         mean_curve(variant, [_rows(run, split) for run in seeds.values()])
         for variant, seeds in by_variant(runs).items()
@@ -94,9 +101,9 @@ def note(seeds: Iterable[int], single: str = "Thin lines", band: str = "Bands") 
 
 
 def _rows(run: RunFolder, split: str) -> pd.DataFrame:
-    """The tokens and losses of a run's curve."""
-    if split == "test":
-        return run.evaluations.rename(columns={"test_loss": "loss"})
+    """The tokens and losses (or accuracies) of a run's curve."""
+    if split in EVALUATED:
+        return run.evaluations.rename(columns={EVALUATED[split]: "loss"})
     return windows(run.metrics, max(1, math.ceil(len(run.metrics) / _MAX_POINTS)))
 
 

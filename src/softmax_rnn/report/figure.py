@@ -1,4 +1,4 @@
-"""The figure: test and train loss against tokens, on a logarithmic axis."""
+"""The figure: test and train loss against tokens, on a logarithmic axis; a task's accuracy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from softmax_rnn._utils.files import file_aside
+from softmax_rnn.data.tasks import is_task
 from softmax_rnn.report.curves import Curve, curves, note
 from softmax_rnn.report.style import LOOK, styles
 from softmax_rnn.training.folder import RunFolder
@@ -22,12 +23,18 @@ TITLES = {"test": "Test loss", "train": "Train loss"}
 
 def draw(runs: Sequence[RunFolder], folder: Path) -> list[Path]:
     """Write ``figure.png`` and ``figure.svg``; return their paths."""
+    asked = is_task(runs[0].config.corpus)
     with mpl.rc_context(LOOK):
-        figure = Figure(figsize=(9.0, 3.8), layout="constrained")
-        axes = figure.subplots(1, 2, sharex=True, sharey=True)
+        figure = Figure(figsize=(9.0 + 4.0 * asked, 3.8), layout="constrained")
+        axes = figure.subplots(1, 2 + asked, sharex=True)
+        axes[1].sharey(axes[0])
         drawn = {split: curves(runs, split) for split in TITLES}
-        for ax, (split, lines) in zip(axes, drawn.items(), strict=True):
+        for ax, (split, lines) in zip(axes, drawn.items(), strict=False):
             panel(ax, lines, TITLES[split])
+        if asked:
+            panel(axes[2], curves(runs, "accuracy"), "Test accuracy")
+            accuracy_axis(axes[2])
+            axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # losses go to 0
         axes[0].set_ylabel("cross-entropy, nats per token (log scale)")
         axes[0].set_ylim(*log_limits([line for lines in drawn.values() for line in lines]))
         handles, labels = axes[0].get_legend_handles_labels()
@@ -75,6 +82,13 @@ def panel(ax: Axes, lines: list[Curve], title: str) -> None:
     ax.set_title(title)
     ax.set_xlabel("training tokens (millions)")
     loss_axis(ax)
+
+
+def accuracy_axis(ax: Axes) -> None:
+    """Show shares from 0 to 1."""
+    ax.set_yscale("linear")
+    ax.set_ylim(-0.03, 1.05)
+    ax.set_ylabel("share of right answers")
 
 
 def loss_axis(ax: Axes) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from plotly.offline import get_plotlyjs
 
 from softmax_rnn._utils.plain_yaml import format_yaml
+from softmax_rnn.data.tasks import is_task
 from softmax_rnn.report.curves import Curve, curves, mean_curve, note, windows
 from softmax_rnn.report.figure import log_limits
 from softmax_rnn.report.style import Style, styles
@@ -91,8 +92,10 @@ def _curves(runs: Sequence[RunFolder]) -> dict[str, Any]:
     test, train = curves(runs, "test"), curves(runs, "train")
     levels, looks = _train_levels(runs), styles(curve.variant for curve in test)
     enough = [i for i, (_, level) in enumerate(levels) if len(level[0].mean) >= _FIRST_WINDOWS]
+    asked = curves(runs, "accuracy") if is_task(runs[0].config.corpus) else []
     return {
         "limits": log_limits([*test, *train]),
+        "accuracy": [[_plain(curve, looks[curve.variant]) for curve in asked]],
         "test": [[_plain(curve, looks[curve.variant]) for curve in test]],
         "train": [[_plain(curve, looks[curve.variant]) for curve in level] for _, level in levels],
         "steps": [steps for steps, _ in levels],

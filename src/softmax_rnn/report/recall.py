@@ -12,6 +12,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.typing import LineStyleType
 
 from softmax_rnn.report.curves import seed_interval
 from softmax_rnn.report.figure import explain, save
@@ -28,11 +30,12 @@ class _Kind(NamedTuple):
     """How the points of a panel's families are drawn."""
 
     marker: str
-    dashes: str
+    dashes: LineStyleType
     words: str
 
 
 _KINDS = {"": _Kind("o", "-", "without decay"), "+decay": _Kind("^", "--", "with a token decay")}
+_OTHERS = ((_Kind("s", ":", "window"), _WINDOW), (_Kind("D", "none", "softmax"), "softmax"))
 
 
 def recall_table(runs: Sequence[RunFolder]) -> pd.DataFrame:
@@ -89,12 +92,8 @@ def draw_recall(runs: Sequence[RunFolder], title: str, stem: Path) -> list[Path]
         for ax, name in zip(axes, series or [""], strict=True):
             _panel(ax, table, name)
         axes[0].set_ylabel("accuracy on the asked positions")
-        handles = dict(
-            item
-            for ax in axes
-            for item in zip(*reversed(ax.get_legend_handles_labels()), strict=True)
-        )
-        figure.legend(handles.values(), handles.keys(), loc="outside right upper")
+        kinds = [*_KINDS.values(), *(kind for kind, name in _OTHERS if name in set(table.series))]
+        figure.legend(handles=[_key(kind) for kind in kinds], loc="outside right upper")
         figure.suptitle(title)
         seeds = "Means over seeds, bars are 95% intervals." if table.seeds.min() > 2 else "Means."
         explain(
@@ -119,10 +118,7 @@ def _panel(ax: Axes, table: pd.DataFrame, series: str) -> None:
                 str(point["order"]), place, xytext=shift, textcoords="offset points",
                 fontsize="xx-small", color=look.color,
             )  # fmt: skip
-    for name, kind in (
-        (_WINDOW, _Kind("s", ":", "window")),
-        ("softmax", _Kind("D", "none", "softmax")),
-    ):
+    for kind, name in _OTHERS:
         for width, points in table[table.series == name].groupby("width"):
             _points(ax, points, "0.35", kind, shades[width])
     ax.set_xscale("log")
@@ -147,5 +143,12 @@ def _points(ax: Axes, points: pd.DataFrame, color: str, kind: _Kind, shade: floa
         elinewidth=0.7,
         capsize=2,
         alpha=shade,
-        label=kind.words,
     )
+
+
+def _key(kind: _Kind) -> Line2D:
+    face = "white" if kind.words == "softmax" else "0.35"
+    return Line2D(
+        [], [], color="0.35", marker=kind.marker, markersize=4, markerfacecolor=face,
+        linestyle=kind.dashes, linewidth=1.0, label=kind.words,
+    )  # fmt: skip
