@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from softmax_rnn._utils.files import write_text
+from softmax_rnn.data import is_task
 from softmax_rnn.experiments.claims import OWN, PAPER
 from softmax_rnn.experiments.figures import FIGURES, Experiment
 from softmax_rnn.experiments.reproduce import draw, finished_runs
@@ -227,14 +228,17 @@ def decided(everything: Mapping[str, Found]) -> Iterator[tuple[Verdict, str]]:
 
 def conditions(runs: Runs) -> str:
     """The machine, versions and corpus of the runs."""
-    where = next(iter(runs["softmax"].values())).environment
+    one = next(iter(runs["softmax"].values()))
+    where = one.environment
     each = (run.environment["commit"][:10] for seeds in runs.values() for run in seeds.values())
     packages = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
     corpus = where["corpus"]["train"]
+    drawn = is_task(one.config.corpus)
+    trained = f"`{one.config.corpus}`" if drawn else f"{corpus['tokens']:,} tokens to train on"
     return (
         f"Run on {where['processor']}, {where['cores']} cores, {packages}, Python "
-        f"{where['python']}, commits {', '.join(sorted(set(each)))}; {corpus['tokens']:,} tokens "
-        f"to train on (SHA-256 {corpus['sha256'][:16]}...)."
+        f"{where['python']}, commits {', '.join(sorted(set(each)))}; {trained} (SHA-256 "
+        f"{corpus['sha256'][:16]}...)."
     )
 
 
