@@ -8,6 +8,7 @@ claims on them are not changed on the page.
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import sys
@@ -54,11 +55,13 @@ def losses(experiment: Experiment, scale: Scale, found: Found) -> str:
                 "seeds": str(row["seeds"]),
                 "train loss": f"{row['train_loss']:.4f}",
                 "test loss": f"{row['test_loss']:.4f}",
+                **({} if math.isnan(right) else {"accuracy": f"{right:.3f}"}),
                 "minus softmax [95% interval]": difference_text(row),
                 "state per layer": memory_text(row),
                 "parameters": f"{row['parameters']:,}",
             }
             for row in table.to_dict("records")
+            for right in [row["test_accuracy"]]
         ]
         shown = list(rows[0])[: None if experiment.kind == "states" else -2]
         cells = ([row[name] for name in shown] for row in rows)

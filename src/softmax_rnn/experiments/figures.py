@@ -16,10 +16,11 @@ class Panel:
     Attributes:
         title: the paper's name for it; if empty, the title of its corpus.
         variants: names, as ``compare`` takes them.
-        corpus: key into the scale's corpora: ``pile``, ``slimpajama``, ``fineweb`` or ``recall``.
+        corpus: key into the scale's corpora: ``pile``, ``slimpajama``, ``fineweb``, ``recall`` or a
+            task.
         condition: key into the scale's conditions: ``base``, ``large`` (larger model), ``long``
             (longer sequence), ``family`` (smaller, so that many variants finish in an hour) or
-            ``recall`` (a recall task).
+            ``recall`` and ``task`` (small models for synthetic tasks).
         width: of queries and keys: index into the scale's widths; by default a head's.
     """
 
@@ -88,6 +89,12 @@ RECALL = (
         for order in (1, 2, 3, 4)
     ),
 )
+# Other tasks: what a decay is for, and what no sum of powers should solve.
+TASKS = ("overwrite", "induction", "selective_copy", "parity", "s5")
+_ON_TASKS = (
+    *("softmax", "norm", "forgetting", "linear_elu", "linear_elu+decay"),
+    *("taylor:2", "taylor:2+decay", "mamba2"),
+)
 _WINDOWS = ("softmax", "window:16", "window:32", "window:48")
 _DENOMINATORS = (
     *("softmax", "detached", "clamped", "length"),
@@ -154,6 +161,11 @@ FIGURES: dict[str, Experiment] = {
         ),
         Experiment(  # not in the paper
             "gaps", "Gaps to softmax", (Panel("gaps", _GAPS),), kind="gaps"
+        ),
+        Experiment(  # not in the paper
+            "tasks",
+            "Synthetic tasks",
+            tuple(Panel("", _ON_TASKS, corpus=task, condition="task") for task in TASKS),
         ),
         Experiment(  # not in the paper
             "recall",

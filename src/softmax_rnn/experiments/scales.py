@@ -100,6 +100,24 @@ _WEB["recall"] = Corpus(
         "tokenizer": "bytes",
     },
 )
+# Corpora that are drawn, at every scale alike.
+_TASKS = {
+    label: Corpus(label, title, {"corpus": f"task:{task}"})
+    for label, title, task in (
+        ("overwrite", "8 keys, each written twice", "mqar?pairs=8&writes=2"),
+        ("induction", "Induction", "induction"),
+        ("selective_copy", "Selective copying", "selective_copy"),
+        ("parity", "Parity", "parity"),
+        ("s5", "Products in S5", "s5"),
+    )
+}
+_TASK: dict[str, Any] = {
+    **{"num_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2},
+    **{"initializer_range": 0.05, "layer": {"short_convolution": 3}},
+    **{"block_size": 64, "batch_size": 32, "steps": 1_000, "learning_rate": 3e-3},
+    **{"schedule_steps": None, "warmup_steps": None, "gradient_clip": 1.0},
+    **{"evaluate_every": 100, "save_every": 1_000, "stop_at_accuracy": 0.99},
+}
 # Two layers of [short convolution, attention] without an MLP, as zoology's; rotary positions are
 # not needed, since a pair is a key and the next token.
 _RECALL: dict[str, Any] = {
@@ -147,6 +165,7 @@ _DEMO_CONDITIONS = {
     "long": {"block_size": 1024, "batch_size": 1},
     "family": {"num_layers": 2},
     "recall": _DEMO_RECALL,
+    "task": _TASK,
 }
 
 SCALES: dict[str, Scale] = {
@@ -161,7 +180,7 @@ SCALES: dict[str, Scale] = {
                 # 16 variants with three seeds in about an hour on two cores.
                 "family": {"num_layers": 2, "steps": 1_000, "evaluate_every": 250},
             },
-            _INSTALLED,
+            _INSTALLED | _TASKS,
             _NARROW,
         ),
         Scale(
@@ -169,7 +188,7 @@ SCALES: dict[str, Scale] = {
             "the demo's model on five times as many tokens",
             {**_DEMO, "steps": 7_500, "evaluate_every": 500, "save_every": 500},
             _DEMO_CONDITIONS,
-            _INSTALLED,
+            _INSTALLED | _TASKS,
             _NARROW,
         ),
         Scale(
@@ -185,9 +204,9 @@ SCALES: dict[str, Scale] = {
             },
             {
                 **{"base": {}, "large": {"num_layers": 40}, "long": _LONG, "family": {}},
-                "recall": _SMALL_RECALL,
+                **{"recall": _SMALL_RECALL, "task": _TASK},
             },
-            _WEB,
+            _WEB | _TASKS,
         ),
         Scale(
             "paper",
@@ -195,19 +214,20 @@ SCALES: dict[str, Scale] = {
             PRESETS["small"],
             {
                 **{"base": {}, "large": PRESETS["large"], "long": _LONG, "family": {}},
-                "recall": _SMALL_RECALL,
+                **{"recall": _SMALL_RECALL, "task": _TASK},
             },
-            _WEB,
+            _WEB | _TASKS,
         ),
         Scale(
             "paper-list",
             "appendix D exactly: the learning rate decays to zero at step 100,000",
             {**PRESETS["small"], "schedule_steps": None},
             {
-                **{"base": {}, "long": _LONG, "family": {}, "recall": _SMALL_RECALL},
+                **{"base": {}, "long": _LONG, "family": {}},
+                **{"recall": _SMALL_RECALL, "task": _TASK},
                 "large": {**PRESETS["large"], "schedule_steps": None},
             },
-            _WEB,
+            _WEB | _TASKS,
         ),
     )
 }
