@@ -35,6 +35,9 @@ HERE = Path(__file__).parent
 # Why a claim does not hold at our scales, by its source and number: one sentence each.
 WHY: dict[tuple[str, int], str] = {}
 
+# capacity.md's prediction for the recall task: the least width at which recall is near 1.
+LEAST_WIDTH, NEAR = {1: 8, 2: 4, 3: 4, 4: 4}, 0.95
+
 Found = Mapping[tuple[str, str], Runs]  # by condition and corpus
 
 
@@ -118,6 +121,27 @@ def recall(experiment: Experiment, scale: Scale, found: Found) -> str:
         ),
     ]  # fmt: skip
     return "\n\n".join(parts)
+
+
+def knee(experiment: Experiment, scale: Scale, found: Found) -> str:
+    """The accuracy of `taylor:N` by order and width, beside the prediction of capacity.md."""
+    runs = [
+        run
+        for place in places_of(experiment, scale)
+        for name, seeds in found[place].items()
+        for run in seeds.values()
+        if re.fullmatch(r"taylor:\d+", name)
+    ]
+    table = recall_table(runs)
+    grid = table.pivot(index="order", columns="width", values="accuracy")
+    rows = []
+    for order, row in grid.iterrows():
+        cells = (f"{share:.3f} (M = {math.comb(d + order, order)})" for d, share in row.items())
+        near = row.index[row >= NEAR]
+        measured = str(near.min()) if len(near) else f"above {grid.columns.max()}"
+        rows.append((str(order), *cells, str(LEAST_WIDTH[order]), measured))
+    header = ("N", *(f"d = {d}" for d in grid), "least d, predicted", "least d, measured")
+    return markdown.table(header, rows, left=1)
 
 
 def accuracy(row: Mapping[Any, Any]) -> str:
@@ -268,12 +292,19 @@ def main(root: Path) -> None:
         scale, seeds = next((each for each in finished if len(each[1]) >= MIN_SEEDS), finished[0])
         made = recall if experiment.kind == "recall" else losses
         parts[name] = made(experiment, scale, everything[scale.name])
+        if experiment.kind == "recall":
+            fill(HERE / "capacity.md", {"knee": knee(experiment, scale, everything[scale.name])})
         if experiment.kind == "gaps":
             parts["laws"] = laws(scale, everything)
         for path in draw(experiment, scale, root, seeds):
             if path.suffix == ".png":
                 shutil.copy(path, HERE / "images" / f"results_{name}.png")
-    write_text(page, markdown.fill(text, parts))
+    fill(page, parts)
+
+
+def fill(page: Path, parts: Mapping[str, str]) -> None:
+    """Replace the named parts of a page."""
+    write_text(page, markdown.fill(page.read_text(encoding="utf-8"), parts))
 
 
 if __name__ == "__main__":
