@@ -43,6 +43,7 @@ def _train_options(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
 
 
 def _train(parsed: Namespace) -> int:
+    from softmax_rnn.data import is_task
     from softmax_rnn.training import train
 
     folder = train(
@@ -50,9 +51,10 @@ def _train(parsed: Namespace) -> int:
     )
     if os.environ.get("RANK", "0") == "0":  # one process of a run prints for all
         summary = folder.summary
+        accuracy = f", test accuracy {summary['test_accuracy']:.4f}"
         print(
             f"{folder.path}: {summary['steps']} steps, train loss {summary['train_loss']:.4f}, "
-            f"test loss {summary['test_loss']:.4f}"
+            f"test loss {summary['test_loss']:.4f}{accuracy if is_task(parsed.corpus) else ''}"
         )
     return 0
 
@@ -253,9 +255,10 @@ COMMANDS = {
         "reproduce a figure",
         _reproduce_options,
         _reproduce,
-        about="Train the missing runs of a figure, and draw it. The figures are the paper's; two "
-        "are ours: family (decays, polynomials and windows, and loss against the size of the "
-        "state) and gaps (losses minus softmax's, against tokens). "
+        about="Train the missing runs of a figure, and draw it. The figures are the paper's; "
+        "three are ours: family (decays, polynomials and windows, and loss against the size of the "
+        "state), gaps (losses minus softmax's, against tokens) and recall (accuracy on a recall "
+        "task against the size of the state). "
         "Figures share their runs. Rerun it to resume.",
         extra="report",
     ),

@@ -90,9 +90,9 @@ def model_config(config: RunConfig, vocab_size: int, end_of_text: int | None) ->
     """The model of a run."""
     rows = vocab_size if config.vocab_size is None else config.vocab_size
     if rows < vocab_size:
+        what = config.corpus if is_task(config.corpus) else f"The tokenizer {config.tokenizer!r}"
         raise ValueError(
-            f"The tokenizer {config.tokenizer!r} has {vocab_size} ids, more than "
-            f"vocab_size={rows} rows of the embedding."
+            f"{what} has {vocab_size} ids, more than vocab_size={rows} rows of the embedding."
         )
     return SoftmaxRNNConfig(
         attention=config.spec,
