@@ -53,10 +53,11 @@ def _train(parsed: Namespace) -> int:
     )
     if os.environ.get("RANK", "0") == "0":  # one process of a run prints for all
         summary = folder.summary
-        accuracy = f", test accuracy {summary['test_accuracy']:.4f}"
+        asked = is_task(parsed.corpus)
+        accuracy = f", test accuracy {summary['test_accuracy']:.4f}" if asked else ""
         print(
             f"{folder.path}: {summary['steps']} steps, train loss {summary['train_loss']:.4f}, "
-            f"test loss {summary['test_loss']:.4f}{accuracy if is_task(parsed.corpus) else ''}"
+            f"test loss {summary['test_loss']:.4f}{accuracy}"
         )
     return 0
 
