@@ -268,7 +268,7 @@ def _finish(loop: Loop, folder: RunFolder) -> None:
             "tokens": int(folder.evaluations.tokens.iloc[-1]),
             "train_loss": float(np.average(metrics.loss[last_tenth], weights=own[last_tenth])),
             "test_loss": float(folder.evaluations.test_loss.iloc[-1]),
-            "test_accuracy": float(folder.evaluations.test_accuracy.iloc[-1]),
+            "test_accuracy": loop.test_accuracy,  # a row of an earlier version has none
             "tokens_per_second": float(metrics.tokens_per_second.median()),
             "skipped_steps": sum(row["event"] == "non_finite" for row in folder.events),
             "loss_spikes": loss_spikes(metrics.loss),
