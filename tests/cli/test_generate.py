@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from softmax_rnn._utils.integrity import seal
 from softmax_rnn.cli.generate import generate
+from softmax_rnn.data import task_tokenizer
 from softmax_rnn.data.tokenizer import byte_tokenizer, load_tokenizer
 from softmax_rnn.models.loading import load_model
 from softmax_rnn.training import checkpoint
@@ -152,3 +153,14 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(tmp_path / "theirs")
     with pytest.raises(ValueError, match="contains a LlamaForCausalLM"):
         generate(tmp_path / "theirs", "a")
+
+
+def test_a_model_of_a_task_continues_its_tokens(tmp_path: Path) -> None:
+    """Its tokens are numbers, and none of them ends a text."""
+    build("taylor:2", vocab_size=8, eos_token_id=None, bos_token_id=None).save_pretrained(tmp_path)
+    task_tokenizer(8).save_pretrained(tmp_path)
+    found = generate(tmp_path, "3 7 0", max_new_tokens=4, streamed=True)
+    assert [0 <= int(word) < 8 for word in found.text.split()] == [True] * 4
+    assert found.tokens == 7
+    with pytest.raises(ValueError, match="'3 def 0' has a word that is no token of"):
+        generate(tmp_path, "3 def 0")

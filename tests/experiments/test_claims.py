@@ -247,12 +247,33 @@ def test_claims_on_recall_are_judged_at_every_width(tmp_path: Path) -> None:
     }
     verdicts = {v.claim.text: v for v in judge(found, DEMO) if "recall" in v.claim.figures}
     softmax = verdicts["Softmax recalls every pair, however narrow its queries and keys."]
-    assert [finding.where for finding in softmax.findings] == [", ".join(place) for place in found]
-    assert [finding.outcome for finding in softmax.findings] == ["holds", "fails", "holds"]
+    where = [", ".join(place) for place in found]
+    more = [f"recall, mqar-width{width}" for width in (8, 16)]
+    assert [finding.where for finding in softmax.findings] == [*where, *more]
+    outcomes = ["holds", "fails", "holds", "not run", "not run"]
+    assert [finding.outcome for finding in softmax.findings] == outcomes
     assert softmax.outcome == "fails"
+    assert softmax.findings[1].found == "0.1002 wrong (seeds: 0.0999 to 0.1006)"
+    shown = Console(width=200, record=True, file=io.StringIO())
+    shown.print(rich_verdicts(list(verdicts.values())))
+    text = shown.export_text()
+    assert re.search(r"taylor:1 in recall within 0.02 +holds +-0\.3\d* \[.*\] wrong +2 ", text)
+    assert "of recall, they are of the share of wrong answers" in " ".join(text.split())
     powers = verdicts["Adding powers costs no recall."]
     ran = [finding for finding in powers.findings if finding.outcome != "not run"]
     assert [(str(f.check), f.where, f.outcome) for f in ran] == [
         ("taylor:2 no worse than taylor:1 in recall within 0.02", f"recall, mqar-width{w}", "holds")
         for w in (2, 4)
     ]
+
+
+def test_a_claim_on_recall_needs_every_width(tmp_path: Path) -> None:
+    """It does not hold before all runs are finished; a claim on text needs no further corpus."""
+    task = {"corpus": "task:mqar", "block_size": 64}
+    solved = [made_up(tmp_path, "softmax", seed, 1.0, accuracy=1.0, **task) for seed in (0, 1)]
+    runs = {"softmax": dict(enumerate(solved))}
+    for widths, outcome in (((2, 4), "undecided"), ((2, 4, 8, 16), "holds")):
+        verdicts = judge({("recall", f"mqar-width{width}"): runs for width in widths}, DEMO)
+        (softmax,) = (v for v in verdicts if v.claim.text.startswith("Softmax recalls every pair"))
+        assert softmax.outcome == outcome
+        assert len(softmax.findings) == 4

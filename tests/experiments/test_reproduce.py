@@ -110,6 +110,16 @@ def test_costs_follow_the_sizes() -> None:
         cost(small, "H20")
 
 
+def test_the_cost_of_a_task_counts_its_own_tokens() -> None:
+    runs = figure_runs(FIGURES["recall"], SCALES["small"], Path("runs"), (0,))
+    config = runs[0].config  # two layers of softmax: no MLP, 8,192 tokens
+    found = cost(config, "H200")
+    layer = 4 * 128 * 128 + 3 * 3 * 128 + 128  # projections, convolutions, the norm
+    rest = 2 * layer + 128 + 8192 * 128  # without the embedding
+    assert found.parameters == 8192 * 128 + rest
+    assert found.operations == 6.0 * 20_000 * 256 * 256 * (rest + 2 * 128 * 256)
+
+
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="Unknown variant of figure4 'nrom'. Did you mean 'norm'"):
         FIGURES["figure4"].only(["nrom"])

@@ -31,6 +31,8 @@ LINES = [
     ["reproduce", "figure5", "--seeds", "0", "--cluster", "slurm", "--cluster_options", "a=1"],
     ["compare", "mine=spec.yaml", "early=taylor:8", "--cluster", "slurm", "--parallel", "2"],
     ["compare", "softmax", "mine=spec.yaml", "--dry-run", "--gpu", "H200"],
+    ["train", "--corpus", "task:mqar?pairs=4", "--stop-at-accuracy", "0.9", "--block-size", "64"],
+    ["reproduce", "recall", "--dry-run", "--variants", "softmax", "--with", "block_size=64"],
     ["claims", "nowhere", "--scale", "demo"],
     ["report", "nowhere"],
     ["generate", "nowhere", "--prompt", "a b", "--top-k", "3", "--temperature", "0.5"],
@@ -48,6 +50,7 @@ ODD = [
     *("[/b]", "[red]", "--out=[/b]", "--out=", "x" * 5000, "9" * 5000, "0", "taylor:3", "\udcff"),
     *("mine=", "=norm", "norm=gate", "mine=config.yaml", "mine=.", "a/b=norm", "mine=no.yaml"),
     *("--seeds", "--resume", "--resume=maybe", "--compile=7", "--no-such", "--lerning-rate=1"),
+    *("task:", "--corpus=task:mqar?", "--with=corpus=task:s6", "--stop-at-accuracy=2", "recall"),
     *("--preset", "--attention", "--seeds=1", "--corpus=\0", "--corpus=[/b]", "--tokenizer=../x"),
 ]
 WORK = (

@@ -20,6 +20,9 @@ CONFIGS = [
     for name, attention in zip(PRESETS, ("softmax", "taylor:4", "gate", "norm"), strict=True)
 ]
 CONFIGS.append({**CONFIGS[0], "attention": AttentionSpec(clamp=5.0, norm="l2").to_dict()})
+CONFIGS.append(
+    {**CONFIGS[0], "corpus": "task:mqar", "intermediate_size": 0, "stop_at_accuracy": 0.99}
+)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from fuzzing import damaged, fuzzed, mutated, outcome, snapshot
 from made_up import made_up
+from softmax_rnn.experiments.scales import SCALES
 from softmax_rnn.experiments.verdicts import judge, verdict_table
 from softmax_rnn.report.check import check_run
 from softmax_rnn.report.outputs import find_runs, report
@@ -26,9 +27,10 @@ from softmax_rnn.report.table import by_variant, require_comparable
 from softmax_rnn.training.folder import RunFolder
 
 FILES = (
-    *("config.yaml", "environment.json", "summary.json", "test_losses.npy"),
+    *("config.yaml", "environment.json", "summary.json", "test_losses.npy", "test_errors.npy"),
     *("metrics.jsonl", "evaluations.jsonl"),
 )
+TASK = {"corpus": "task:mqar", "block_size": 64, "stop_at_accuracy": 0.99}
 WRITTEN = {"results.csv", "figure.png", "figure.svg", "report.html"}
 
 
@@ -44,11 +46,14 @@ class Trap:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Two variants of two seeds; what is slow in drawing and changes nothing is left out."""
+    """Two variants of two seeds on a task.
+
+    What is slow in drawing and changes nothing is left out.
+    """
     root = tmp_path_factory.mktemp("runs")
-    for variant in ("softmax", "norm"):
+    for variant in ("softmax", "taylor:2"):
         for seed in (0, 1):
-            made_up(root / "whole", variant, seed, 1.5)
+            made_up(root / "whole", variant, seed, 1.5, accuracy=0.9, **TASK)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("softmax_rnn.report.html.get_plotlyjs", str)
         yield root
@@ -77,7 +82,7 @@ def _changed(draw: st.DrawFn, name: str, original: bytes, trap: Path) -> bytes:
     if name == "config.yaml":
         data = draw(mutated(yaml.safe_load(original)))
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=False).encode()
-    if name == "test_losses.npy":
+    if name.endswith(".npy"):
         if draw(st.integers(0, 5)) == 0:
             return _array(np.array([Trap(trap)] * 30), allow_pickle=True)
         return _array(draw(_ARRAYS))
@@ -103,7 +108,7 @@ def _verdicts(root: Path) -> list[dict[str, Any]]:
     """What ``claims`` writes: a verdict on the runs of one condition."""
     found = find_runs(root)
     require_comparable(found)
-    return verdict_table(judge({("base", "made up"): by_variant(found)}))
+    return verdict_table(judge({("recall", "mqar-width4"): by_variant(found)}, SCALES["demo"]))
 
 
 @fuzzed("run")
@@ -135,7 +140,7 @@ def test_runs(runs: Path, data: Any) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_each_file_is_named(runs: Path, tmp_path: Path, name: str) -> None:
-    shutil.copytree(runs / "whole" / "norm-0", tmp_path / "run")
+    shutil.copytree(runs / "whole" / "taylor:2-0", tmp_path / "run")
     run = RunFolder(tmp_path / "run")
     check_run(run)
     for content in (b"", b"\xff", b"[" * 100_000, b"null\n", b'{"a": 1}\n', pickle.dumps({})):
@@ -147,6 +152,38 @@ def test_each_file_is_named(runs: Path, tmp_path: Path, name: str) -> None:
         check_run(RunFolder(run.path))
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("summary.json", {"test_accuracy": None}, "summary.json: test_accuracy"),
+        ("summary.json", {"test_accuracy": 1.5}, "test_accuracy must be less than or equal to 1"),
+        ("evaluations.jsonl", {"test_accuracy": -0.1}, "test_accuracy must be greater than"),
+    ],
+)
+def test_an_accuracy_is_a_share(
+    runs: Path, tmp_path: Path, name: str, change: dict[str, Any], message: str
+) -> None:
+    shutil.copytree(runs / "whole" / "softmax-0", tmp_path / "run")
+    file = tmp_path / "run" / name
+    row = {**json.loads(file.read_text().split("\n")[-2 if name[0] == "e" else 0]), **change}
+    file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=message):
+        check_run(RunFolder(file.parent))
+
+
+def test_a_task_has_accuracies_and_a_text_need_not(runs: Path, tmp_path: Path) -> None:
+    """Runs of earlier versions have none."""
+    made_up(tmp_path, "norm", 0, 1.5)
+    check_run(RunFolder(tmp_path / "norm-0"))
+    shutil.copytree(runs / "whole" / "softmax-0", tmp_path / "run")
+    np.save(tmp_path / "run" / "test_errors.npy", np.ones(29))
+    with pytest.raises(ValueError, match=r"has 29 test blocks, test_losses.npy 30"):
+        check_run(RunFolder(tmp_path / "run"))
+    (tmp_path / "run" / "test_errors.npy").unlink()
+    with pytest.raises(FileNotFoundError, match=r"test_errors.npy"):
+        check_run(RunFolder(tmp_path / "run"))
+
+
 HOSTILE = "<script>alert(1)</script>"
 
 
@@ -155,7 +192,7 @@ HOSTILE = "<script>alert(1)</script>"
     [HOSTILE.replace("/", "\u2215"), "javascript:alert(1)", '"onclick=x', "a\nb", "%41#?", "[/b]"],
 )
 def test_names_of_folders_are_words(runs: Path, tmp_path: Path, name: str) -> None:
-    shutil.copytree(runs / "whole" / "norm-0", tmp_path / name / name)
+    shutil.copytree(runs / "whole" / "taylor:2-0", tmp_path / name / name)
     environment = tmp_path / name / name / "environment.json"
     data = {**json.loads(environment.read_text()), HOSTILE: [HOSTILE, "\ud800\0"]}
     environment.write_text(json.dumps(data))

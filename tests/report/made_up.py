@@ -54,6 +54,7 @@ def made_up(
     }
     if accuracy is not None:
         wrong = np.full(BLOCKS, 1 - accuracy) + draw.normal(0, 0.002, BLOCKS)
+        wrong = wrong.clip(0, 1)
         np.save(folder.path / "test_errors.npy", wrong)
         summary |= {"test_accuracy": float(1 - wrong.mean()), "steps": 200}
     (folder.path / "summary.json").write_text(json.dumps(summary))

@@ -82,3 +82,14 @@ def test_runs_that_ended_at_different_steps_are_compared(
     table, paths = report(narrow, tmp_path / "report")
     assert all(path.exists() for path in paths)
     assert len(table) == 6
+
+
+def test_two_learning_rates_of_one_variant_are_told(tmp_path: Path) -> None:
+    """Its mean over seeds would be of neither."""
+    runs = [
+        made_up(tmp_path / str(rate), name, seed, 1.0, accuracy=0.9, learning_rate=rate, **TASK)
+        for name, seed, rate in (("softmax", 0, 1e-3), ("taylor:1", 0, 2e-3), ("softmax", 1, 2e-3))
+    ]
+    assert len(results(runs[:2])) == 2
+    with pytest.raises(ValueError, match="one variant with different learning rates"):
+        results(runs)

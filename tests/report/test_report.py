@@ -323,3 +323,26 @@ def test_names_beside_points_do_not_overlap() -> None:
     assert (shifts["a"], shifts["d"], shifts["e"]) == (0, 0, 0)
     assert 0 < shifts["b"] < 8 < shifts["c"] < 16
     assert _shifts({"alone": (1.0, 2.0)}) == {"alone": 0}
+
+
+@pytest.mark.parametrize("kept", [1, 7, 40])
+def test_a_run_that_ended_early_has_the_windows_of_the_others(tmp_path: Path, kept: int) -> None:
+    """Its losses stand at the tokens at which they were measured, then its last one is kept."""
+    runs = [made_up(tmp_path, "softmax", seed, 1.5) for seed in (0, 1)]
+    rows = [
+        json.dumps(
+            {"step": step, "tokens": step, "loss": float(step), "learning_rate": 1e-3}
+            | {"grad_norm": 1.0, "tokens_per_second": 1e4}
+        )
+        for step in range(1, 84)
+    ]
+    for run, count in zip(runs, (83, kept), strict=True):
+        run.metrics_file.write_text("\n".join(rows[:count]) + "\n")
+    (curve,) = curves(runs, "train")
+    assert curve.tokens.tolist() == list(range(5, 84, 3))  # 27 windows of 3, after two rows
+    long, short = curve.seeds
+    assert long.tolist() == [tokens - 1 for tokens in curve.tokens]
+    whole = max(1, (kept - 2) // 3)
+    if kept > 2:
+        assert short[:whole].tolist() == long[:whole].tolist()
+    assert set(short[whole - 1 :]) == {short[whole - 1]}

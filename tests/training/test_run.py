@@ -22,6 +22,7 @@ import softmax_rnn.training.environment as environment_module
 import softmax_rnn.training.loop as loop_module
 import softmax_rnn.training.run as run_module
 from softmax_rnn._utils import progress
+from softmax_rnn._utils.integrity import seal
 from softmax_rnn.data import TokenBlocks, load_tokenizer, prepare
 from softmax_rnn.training import train
 from softmax_rnn.training.folder import RunFolder
@@ -336,3 +337,20 @@ def test_a_larger_vocabulary_is_kept(texts: Path, tmp_path: Path) -> None:
     folder = train(tiny(texts, vocab_size=300, steps=4), tmp_path / "run")
     config = json.loads((folder.checkpoints[-1] / "config.json").read_text())
     assert config["vocab_size"] == 300
+
+
+def test_a_run_of_an_earlier_version_is_finished(texts: Path, tmp_path: Path) -> None:
+    """It was killed after its last checkpoint; its evaluations have no accuracy."""
+    folder = train(tiny(texts), tmp_path / "run")
+    before = folder.summary
+    for name in ("summary.json", "test_losses.npy", "test_errors.npy"):
+        (folder.path / name).unlink()
+    last = folder.checkpoints[-1]
+    rows = [json.loads(line) for line in folder.evaluations_file.read_text().splitlines()]
+    lines = [json.dumps({k: v for k, v in row.items() if k != "test_accuracy"}) for row in rows]
+    (last / "evaluations.jsonl").write_text("\n".join(lines) + "\n")
+    (last / "manifest.json").unlink()
+    seal(last)
+    again = train(tiny(texts), folder.path, resume=True)
+    assert again.evaluations.test_accuracy.isna().all()
+    assert again.summary["test_accuracy"] == before["test_accuracy"]

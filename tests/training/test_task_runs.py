@@ -84,6 +84,17 @@ def test_what_is_wrong_with_a_task_is_told(tmp_path: Path, capsys: Any) -> None:
     assert "Did you mean 'mqar'?" in capsys.readouterr().err
     assert main([*words, "task:mqar?pairs=9", "--block_size", "16"]) == 2
     assert "block_size must be at least 36, not 16" in capsys.readouterr().err
+    assert main([*words, "task:parity", "--vocab_size", "1"]) == 2
+    assert "task:parity has 2 ids, more than vocab_size=1 rows" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert main(["prepare", "task:parity"]) == 2
     assert "nothing is prepared" in capsys.readouterr().err
+
+
+def test_train_prints_the_accuracy(tmp_path: Path, capsys: Any) -> None:
+    fields = {"corpus": "task:parity", "block_size": 8, "hidden_size": 16, "num_layers": 1}
+    fields |= {"num_heads": 2, "steps": 1, "log_every": 1, "evaluate_every": 1, "save_every": 1}
+    options = [word for key, value in fields.items() for word in (f"--{key}", str(value))]
+    assert main(["train", "--out", str(tmp_path / "run"), *options]) == 0
+    accuracy = RunFolder(tmp_path / "run").summary["test_accuracy"]
+    assert f", test accuracy {accuracy:.4f}\n" in capsys.readouterr().out

@@ -19,6 +19,7 @@ Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
 Number = Annotated[float, Field(strict=True, gt=-_LARGEST, lt=_LARGEST, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(strict=True, ge=0, lt=_LARGEST, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, lt=_LARGEST, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 Text = Annotated[str, Field(strict=True)]
 Hash = Annotated[str, StringConstraints(strict=True, pattern="^[0-9a-f]{64}$")]
 

@@ -65,7 +65,8 @@ def generate(
 
     Args:
         checkpoint: folder of a run (its newest intact checkpoint is used) or of a saved model.
-        prompt: the text to continue; it must give at least one token.
+        prompt: the text to continue, for a model of a task the ids of tokens (``3 77 5``); it must
+            give at least one token.
         max_new_tokens: generate at most this many tokens; an end-of-text token stops earlier.
         temperature: sampling temperature; 0 always chooses the likeliest token.
         top_k: sample among this many likeliest tokens only.
@@ -91,13 +92,18 @@ def generate(
         raise ValueError(f"max_new_tokens must be >= 1, not {max_new_tokens!r}.")
     folder = model_folder(checkpoint)
     model = load_trained(folder).eval()
-    tokenizer = load_tokenizer(str(folder), local=True)
+    tokenizer = load_tokenizer(str(folder), local=True, ends=False)
     if not isinstance(model, SoftmaxRNNForCausalLM):
         raise ValueError(
             f"{folder} contains a {type(model).__name__}, not a model of this package."
         )
     # No special tokens, as in training: a document starts with its text.
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    try:
+        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    except Exception as error:  # of the tokenizer, which says no more
+        raise ValueError(
+            f"The prompt {prompt!r} has a word that is no token of {folder}: {error}"
+        ) from error
     if not inputs["input_ids"].shape[1]:
         raise ValueError(f"The prompt {prompt!r} gives no token; give some text.")
     used = _new_cache(model, cache)

@@ -140,7 +140,7 @@ COMMANDS = {
         _claims_options,
         _claims,
         about="Give a verdict on each of the paper's eleven claims, and on our own claims about "
-        "the figure family, from the finished runs.",
+        "the figures family and recall, from the finished runs.",
         extra="report",
     ),
     "report": Command(

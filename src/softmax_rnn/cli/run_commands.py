@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from softmax_rnn._utils.errors import require_choice
 from softmax_rnn._utils.plain_yaml import parse_fields
+from softmax_rnn._utils.progress import notice
 from softmax_rnn.cli.command import (
     Command,
     add_config,
@@ -43,6 +45,7 @@ def _train_options(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
 
 
 def _train(parsed: Namespace) -> int:
+    from softmax_rnn.data import is_task
     from softmax_rnn.training import train
 
     folder = train(
@@ -50,9 +53,11 @@ def _train(parsed: Namespace) -> int:
     )
     if os.environ.get("RANK", "0") == "0":  # one process of a run prints for all
         summary = folder.summary
+        asked = is_task(parsed.corpus)
+        accuracy = f", test accuracy {summary['test_accuracy']:.4f}" if asked else ""
         print(
             f"{folder.path}: {summary['steps']} steps, train loss {summary['train_loss']:.4f}, "
-            f"test loss {summary['test_loss']:.4f}"
+            f"test loss {summary['test_loss']:.4f}{accuracy}"
         )
     return 0
 
@@ -152,8 +157,9 @@ def _reproduce(parsed: Namespace) -> int:
     require_choice("figure", parsed.figure, FIGURES)
     require_choice("scale", parsed.scale, SCALES)
     from softmax_rnn.experiments.reproduce import figure_runs, report_figure
-    from softmax_rnn.experiments.sweep import chosen_rates, trials
+    from softmax_rnn.experiments.sweep import trials
 
+    started = time.monotonic()
     experiment, scale, root = FIGURES[parsed.figure], SCALES[parsed.scale], Path(parsed.out)
     fields, rates = parse_fields(parsed.fields), {}
     if parsed.variants is not None:
@@ -164,16 +170,35 @@ def _reproduce(parsed: Namespace) -> int:
         show_paths(report_figure(experiment, scale, root, parsed.seeds))
 
     if experiment.kind == "recall" and "learning_rate" not in fields:
-        first = trials(experiment, scale, root, parsed.seeds[0], fields)
+        first = trials(experiment, scale, root, fields)
         if parsed.dry_run:
             runs = [*first, *runs]
         else:
-            _plan_or_run(parsed, first, root / scale.name, lambda: None)
-            rates = chosen_rates(first)
-            chosen = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
-            print(f"Learning rates: {chosen}")
+            rates = _chosen_rates(parsed, first, root / scale.name)
             runs = figure_runs(experiment, scale, root, parsed.seeds, fields, rates)
-    return _plan_or_run(parsed, runs, root / scale.name, report)
+    return _plan_or_run(parsed, runs, root / scale.name, report, started)
+
+
+def _chosen_rates(parsed: Namespace, runs: Sequence[PlannedRun], root: Path) -> dict[str, float]:
+    """Execute the trials and print the best learning rate of each family.
+
+    A trial may fail, for example by divergence, if another one of its family has finished.
+    """
+    from softmax_rnn.experiments.scheduler import RunsFailedError
+    from softmax_rnn.experiments.sweep import chosen_rates
+
+    try:
+        _plan_or_run(parsed, runs, root, lambda: None)
+    except RunsFailedError as failed:
+        try:
+            chosen_rates(runs)
+        except ValueError:
+            raise failed from None
+        notice(f"Trials of learning rates that failed are left out. {failed}")
+    rates = chosen_rates(runs)
+    chosen = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+    print(f"Learning rates: {chosen}")
+    return rates
 
 
 def _add_scheduling(parser: ArgumentParser) -> None:
@@ -204,9 +229,16 @@ def _add_scheduling(parser: ArgumentParser) -> None:
 
 
 def _plan_or_run(
-    parsed: Namespace, runs: Sequence[PlannedRun], root: Path, report: Callable[[], None]
+    parsed: Namespace,
+    runs: Sequence[PlannedRun],
+    root: Path,
+    report: Callable[[], None],
+    started: float | None = None,
 ) -> int:
-    """Print the plan of a set of runs, or execute the runs and report on the finished ones."""
+    """Print the plan of a set of runs, or execute the runs and report on the finished ones.
+
+    The time limit counts from ``started``, a value of ``time.monotonic()``; by default from now.
+    """
     import softmax_rnn.report.outputs  # noqa: F401 -- a missing package is an error before the runs
     from softmax_rnn.experiments.plan import plan_table, rich_plan
     from softmax_rnn.experiments.scheduler import RunsFailedError, run_all
@@ -214,6 +246,9 @@ def _plan_or_run(
     if parsed.dry_run:
         show(rich_plan(plan_table(runs, root, parsed.gpu), parsed.gpu))
         return 0
+    limit = stop_after(parsed)
+    if limit is not None and started is not None:
+        limit = max(limit - (time.monotonic() - started), 1e-3)  # a timer of 0 would never end
     try:
         run_all(
             runs,
@@ -221,7 +256,7 @@ def _plan_or_run(
             parallel=parsed.parallel,
             cluster=parsed.cluster,
             cluster_options=parse_fields(parsed.cluster_options),
-            stop_after=stop_after(parsed),
+            stop_after=limit,
         )
     except RunsFailedError:
         if any(run.folder.finished for run in runs):
@@ -253,9 +288,10 @@ COMMANDS = {
         "reproduce a figure",
         _reproduce_options,
         _reproduce,
-        about="Train the missing runs of a figure, and draw it. The figures are the paper's; two "
-        "are ours: family (decays, polynomials and windows, and loss against the size of the "
-        "state) and gaps (losses minus softmax's, against tokens). "
+        about="Train the missing runs of a figure, and draw it. The figures are the paper's; "
+        "three are ours: family (decays, polynomials and windows, and loss against the size of the "
+        "state), gaps (losses minus softmax's, against tokens) and recall (accuracy on a recall "
+        "task against the size of the state). "
         "Figures share their runs. Rerun it to resume.",
         extra="report",
     ),

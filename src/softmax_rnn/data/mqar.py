@@ -54,17 +54,18 @@ class Mqar(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for option, text in (("settings", self.settings), ("test", self.test)):
+            if text is not None and not re.fullmatch(f"{_SETTING}(,{_SETTING})*", text, re.ASCII):
+                raise ValueError(
+                    f"{self.title}: {option} must be lengths and pairs such as 64x4,128x8, not "
+                    f"{shown(text)}."
+                )
         if self.settings is None:
             object.__setattr__(self, "pairs", self.pairs or 16)
         elif self.pairs is not None:
             raise ValueError(
                 f"{self.title}: settings={self.settings} gives the pairs; leave out "
                 f"pairs={self.pairs}."
-            )
-        elif not re.fullmatch(f"{_SETTING}(,{_SETTING})*", self.settings, re.ASCII):
-            raise ValueError(
-                f"{self.title}: settings must be lengths and pairs such as 64x4,128x8, not "
-                f"{shown(self.settings)}."
             )
         else:
             object.__setattr__(self, "settings", ",".join(f"{t}x{n}" for t, n in self.mixture))
@@ -107,8 +108,7 @@ class Mqar(Task):
         """The task of the test split: with the settings of ``test``, if it is given."""
         if self.test is None:
             return self
-        lengths = (int(length) for length in re.findall(r"(\d+)x", self.test))
-        longest = max(lengths, default=self.block_size)
+        longest = max(int(length) for length in re.findall(r"(\d+)x", self.test))
         return replace(self, block_size=longest, pairs=None, settings=self.test, test=None)
 
     @property

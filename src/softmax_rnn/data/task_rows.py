@@ -109,9 +109,9 @@ def _hash(rows: TaskRows) -> str:
 
 @lru_cache(maxsize=1)
 def task_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Token ids as words: ``"3 77 5"`` is the ids 3, 77, 5."""
+    """Token ids as words: ``"3 77 5"`` is the ids 3, 77, 5; other words are errors."""
     vocabulary = {str(number): number for number in range(vocab_size)}
-    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="0"))
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     fast.name_or_path = "task"

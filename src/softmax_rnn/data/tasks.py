@@ -11,6 +11,7 @@ import abc
 import contextlib
 import functools
 import itertools
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -217,6 +218,8 @@ def parse_task(text: str, block_size: int) -> Task:
 
 
 def _value(text: str) -> int | float | str:
+    if re.search(r"[^\x21-\x7e]|_", text):  # int and float read spaces, 1_0 and other digits, too
+        return text
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)

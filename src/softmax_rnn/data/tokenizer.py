@@ -26,7 +26,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(
-    name: str, *, end_of_text: str | None = None, local: bool = False
+    name: str, *, end_of_text: str | None = None, local: bool = False, ends: bool = True
 ) -> PreTrainedTokenizerBase:
     """``bytes``, or a fast Hugging Face tokenizer by its name on the Hub or its local path.
 
@@ -34,6 +34,7 @@ def load_tokenizer(
         name: the tokenizer's name or path.
         end_of_text: token of its vocabulary that ends each document; by default its own.
         local: whether to use local files only.
+        ends: whether it must have an end-of-text token; a task's has none.
 
     Raises:
         ValueError: if it cannot be loaded, is not a fast tokenizer or lacks the end-of-text token.
@@ -47,7 +48,7 @@ def load_tokenizer(
                 f"{nearest(end_of_text, vocabulary)} Its special tokens: {_special(tokenizer)}."
             )
         tokenizer.add_special_tokens({"eos_token": end_of_text})
-    if tokenizer.eos_token_id is None:
+    if ends and tokenizer.eos_token_id is None:
         raise ValueError(
             f"The tokenizer {name!r} has no end-of-text token to end documents with: name one of "
             f"its tokens with --end_of_text. Its special tokens: {_special(tokenizer)}."

@@ -46,9 +46,10 @@ def cost(config: RunConfig, gpu: str) -> Cost:
     a Llama layer in bfloat16 without the score matrix, and the logits in float32.
     """
     require_choice("GPU", gpu, GPUS)
-    # Without seed and corpus in the key, runs of the same size share one meta model.
-    parameters = _parameters(json.dumps(replace(config, seed=0, corpus="").to_dict()))
     vocabulary = _vocabulary(config)
+    # Without seed and corpus in the key, runs of the same size share one meta model.
+    sized = replace(config, seed=0, corpus="", vocab_size=vocabulary)
+    parameters = _parameters(json.dumps(sized.to_dict()))
     tokens = config.steps * config.tokens_per_step
     matrices = parameters - vocabulary * config.hidden_size
     attention = config.num_layers * config.hidden_size * config.block_size

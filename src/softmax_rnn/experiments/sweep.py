@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from softmax_rnn.experiments.figures import Experiment, Panel
+from softmax_rnn.experiments.figures import FIGURES, Experiment, Panel
 from softmax_rnn.experiments.plan import PlannedRun, run_folder
 from softmax_rnn.experiments.scales import Scale
 
 # Zoology's: logspace(-3, -1.5, 4).
 RATES = (1e-3, 3.16e-3, 1e-2, 3.16e-2)
+_SEED = 0  # of all trials, so that seeds that are added later have the same rates
 T = TypeVar("T")
 
 
@@ -22,23 +23,27 @@ def family(variant: str) -> str:
 
 
 def trials(
-    experiment: Experiment, scale: Scale, root: Path, seed: int, fields: Mapping[str, Any]
+    experiment: Experiment, scale: Scale, root: Path, fields: Mapping[str, Any]
 ) -> list[PlannedRun]:
-    """A run per family and learning rate.
+    """A run per family and learning rate, for the families of ``experiment``.
 
-    Of each family it is the middle variant (order 2 of 1 to 4), in the middle one of its panels.
+    Of each family it is the middle variant (order 2 of 1 to 4), in the middle one of its panels, of
+    the whole figure: some of a figure's variants have the same trials as all.
     """
+    wanted = {family(name) for panel in experiment.panels for name in panel.variants}
     places: dict[str, list[tuple[Panel, str]]] = {}
-    for panel in experiment.panels:
+    for panel in FIGURES[experiment.name].panels:
         for kind in dict.fromkeys(map(family, panel.variants)):
+            if kind not in wanted:
+                continue
             names = [name for name in panel.variants if family(name) == kind]
             places.setdefault(kind, []).append((panel, _middle(names)))
     parent = root / scale.name / experiment.name / "rates"
     runs = []
     for panel, name in map(_middle, places.values()):
         for rate in RATES:
-            config = scale.config(panel, name, seed, {**fields, "learning_rate": rate})
-            runs.append(PlannedRun(config, run_folder(parent, f"{name}-rate{rate:g}", seed)))
+            config = scale.config(panel, name, _SEED, {**fields, "learning_rate": rate})
+            runs.append(PlannedRun(config, run_folder(parent, f"{name}-rate{rate:g}", _SEED)))
     return runs
 
 
@@ -65,5 +70,7 @@ def chosen_rates(runs: Sequence[PlannedRun]) -> dict[str, float]:
             best[name] = min(best.get(name, found), found)
     missing = {family(str(run.config.attention)) for run in runs} - set(best)
     if missing:
-        raise ValueError(f"No trial of a learning rate is finished for {', '.join(missing)}.")
+        raise ValueError(
+            f"No trial of a learning rate is finished for {', '.join(sorted(missing))}."
+        )
     return {name: rate for name, (_, rate) in best.items()}

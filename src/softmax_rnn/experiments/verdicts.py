@@ -1,8 +1,9 @@
 """A verdict on every claim, from the finished runs.
 
-Differences of test loss are paired by seed and test block (``paired_difference``). A check holds or
-fails if its confidence interval shows it. It is undecided if the interval allows both, or covers a
-single seed. A claim holds if all its checks hold, and fails if one fails.
+Differences of test loss, or of the share of wrong answers on a task, are paired by seed and test
+block (``paired_difference``). A check holds or fails if its confidence interval shows it. It is
+undecided if the interval allows both, or covers a single seed. A claim holds if all its checks
+hold, and fails if one fails. A claim about widths of queries and keys needs every width.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from softmax_rnn.training.metrics import loss_spikes
 
 Outcome = Literal["holds", "fails", "undecided", "not run"]
 CONFIDENCE = 0.95
+UNITS = (
+    "Differences are of test loss, in nats per token; of recall, they are of the share of wrong "
+    "answers."
+)
 _MEASURES: dict[str, Measure] = {"loss": "test_losses", "recall": "test_errors"}
 
 
@@ -38,7 +43,8 @@ class Finding:
         where: the condition and the corpus.
         outcome: ``holds``, ``fails``, ``undecided`` or ``not run``.
         seeds: number of seeds that both variants share.
-        difference: difference of the test losses with its 95% interval; ``None`` if not run.
+        difference: difference of the test losses or errors with its 95% interval; of kind
+            ``solved`` the mean, least and largest error of the seeds; ``None`` if not run.
         spikes: loss spikes of ``variant`` and of ``other`` over the shared seeds; ``None`` unless
             the check is of kind ``spikier``.
         reason: why the check is undecided.
@@ -57,7 +63,12 @@ class Finding:
         """The measurement in words."""
         if self.spikes is not None:
             return "{} and {} spikes".format(*self.spikes)
-        return "" if self.difference is None else str(self.difference)
+        if self.difference is None:
+            return ""
+        if self.check.kind == "solved":
+            mean, low, high, _ = astuple(self.difference)
+            return f"{mean:.4f} wrong (seeds: {low:.4f} to {high:.4f})"
+        return f"{self.difference}{' wrong' if self.check.of == 'recall' else ''}"
 
 
 @dataclass(frozen=True)
@@ -92,11 +103,15 @@ def judge(found: Mapping[tuple[str, str], Runs], scale: Scale) -> list[Verdict]:
     verdicts = []
     for claim in CLAIMS:
         trained: dict[tuple[str, str], set[str]] = {}
+        needed = list(found)
         for panel in (panel for name in claim.figures for panel in FIGURES[name].panels):
-            trained.setdefault(scale.place(panel), set()).update(panel.variants)
+            place = scale.place(panel)
+            trained.setdefault(place, set()).update(panel.variants)
+            if panel.width is not None and place not in needed:
+                needed.append(place)
         findings = tuple(
-            examine(check, found[place], ", ".join(place))
-            for place in found
+            examine(check, found.get(place, {}), ", ".join(place))
+            for place in needed
             for check in claim.checks
             if {check.variant, check.other} <= trained.get(place, set())
         )
@@ -185,6 +200,7 @@ def rich_verdicts(verdicts: Sequence[Verdict]) -> Table:
     """The verdicts for the terminal: each claim, followed by its checks."""
     columns = ("claim", "verdict", "difference [95% interval]", "seeds", "where")
     table = terminal_table(columns, left=("claim", "verdict", "where"))
+    table.caption = UNITS
     source = None
     for verdict in verdicts:
         if verdict.claim.source != source:

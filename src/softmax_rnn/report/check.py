@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from typing_extensions import TypedDict
 
-from softmax_rnn._utils.validation import Count, NonNegative, PositiveInt, validated
+from softmax_rnn._utils.validation import Count, NonNegative, PositiveInt, Share, validated
+from softmax_rnn.data.tasks import is_task
 from softmax_rnn.training.folder import RunFolder
 
 
@@ -22,6 +24,11 @@ class _Summary(TypedDict):
     loss_spikes: Count
 
 
+class _TaskSummary(_Summary):
+    steps: PositiveInt
+    test_accuracy: Share
+
+
 def check_run(run: RunFolder) -> None:
     """Check every file that reports and verdicts read.
 
@@ -30,22 +37,37 @@ def check_run(run: RunFolder) -> None:
         OSError: if a file is missing; the message names it.
     """
     _ = run.config, run.corpus  # reading them checks them
-    validated(_Summary, run.summary, run.summary_file)
+    asked = is_task(run.config.corpus)
+    validated(_TaskSummary if asked else _Summary, run.summary, run.summary_file)
     _check_rows(run.metrics_file, run.metrics)
     if run.metrics.loss.isna().all():
         raise ValueError(f"{run.metrics_file} contains no loss.")
     _check_rows(run.evaluations_file, run.evaluations)
-    path = run.path / "test_losses.npy"
+    if asked and run.evaluations.test_accuracy.isna().any():
+        raise ValueError(f"{run.evaluations_file} has a row without test_accuracy.")
+    _check_blocks(run, "test_losses", NonNegative)
+    if asked or (run.path / "test_errors.npy").exists():  # earlier versions did not write it
+        _check_blocks(run, "test_errors", Share)
+        if len(run.test_errors) != len(run.test_losses):
+            raise ValueError(
+                f"{run.path / 'test_errors.npy'} has {len(run.test_errors)} test blocks, "
+                f"test_losses.npy {len(run.test_losses)}."
+            )
+
+
+def _check_blocks(run: RunFolder, name: str, kind: Any) -> None:
+    """Check one array of numbers of test blocks."""
+    path = run.path / f"{name}.npy"
     try:
-        losses = run.test_losses
+        values = getattr(run, name)
     except OSError:
         raise  # its message names the file
     except Exception as error:  # numpy raises many types of errors
         raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    if losses.dtype != np.float64 or losses.ndim != 1 or not len(losses):
-        found = f"{losses.dtype}{list(losses.shape)}"
+    if values.dtype != np.float64 or values.ndim != 1 or not len(values):
+        found = f"{values.dtype}{list(values.shape)}"
         raise ValueError(f"{path} must be float64, one number per test block, not {found}.")
-    validated(list[NonNegative], losses.tolist(), path)
+    validated(list[kind], values.tolist(), path)
 
 
 def _check_rows(path: Path, table: pd.DataFrame) -> None:

@@ -56,10 +56,22 @@ def curves(runs: Sequence[RunFolder], split: str) -> list[Curve]:
 
     ``test`` and ``accuracy`` have a point per evaluation, ``train`` is a mean over windows.
     """
-    return [
-        mean_curve(variant, [_rows(run, split) for run in seeds.values()])
-        for variant, seeds in by_variant(runs).items()
-    ]
+    grouped = by_variant(runs).items()
+    if split in EVALUATED:
+        return [
+            mean_curve(variant, [_evaluated(run, split) for run in seeds.values()])
+            for variant, seeds in grouped
+        ]
+    logged = {variant: [run.metrics for run in seeds.values()] for variant, seeds in grouped}
+    longest = max(len(rows) for seeds in logged.values() for rows in seeds)
+    size = math.ceil(longest / _MAX_POINTS)
+    return [train_curve(variant, seeds, size) for variant, seeds in logged.items()]
+
+
+def train_curve(variant: str, seeds: Sequence[pd.DataFrame], size: int) -> Curve:
+    """The curve of training rows, each point the mean of a window of ``size`` rows."""
+    longest = max(map(len, seeds))
+    return mean_curve(variant, [windows(rows, size, longest) for rows in seeds])
 
 
 def mean_curve(variant: str, seeds: Sequence[pd.DataFrame]) -> Curve:
@@ -100,15 +112,18 @@ def note(seeds: Iterable[int], single: str = "Thin lines", band: str = "Bands") 
     return " ".join(words)
 
 
-def _rows(run: RunFolder, split: str) -> pd.DataFrame:
-    """The tokens and losses (or accuracies) of a run's curve."""
-    if split in EVALUATED:
-        return run.evaluations.rename(columns={EVALUATED[split]: "loss"})
-    return windows(run.metrics, max(1, math.ceil(len(run.metrics) / _MAX_POINTS)))
+def _evaluated(run: RunFolder, split: str) -> pd.DataFrame:
+    """The tokens and losses (or accuracies) of a run's evaluations."""
+    return run.evaluations.rename(columns={EVALUATED[split]: "loss"})
 
 
-def windows(rows: pd.DataFrame, size: int) -> pd.DataFrame:
-    """Means over windows of ``size`` training rows; an incomplete first window is dropped."""
-    rows = rows.iloc[len(rows) % size :]  # a short window at the end would be too noisy
+def windows(rows: pd.DataFrame, size: int, longest: int) -> pd.DataFrame:
+    """Means over windows of ``size`` training rows.
+
+    A run of ``longest`` rows loses an incomplete first window: at its end it would be too noisy. A
+    run that ended earlier has the same windows, and loses an incomplete last one, if not its only.
+    """
+    rows = rows.iloc[longest % size if len(rows) > longest % size else 0 :]
+    rows = rows.iloc[: max(1, len(rows) // size) * size]
     window = np.arange(len(rows)) // size
     return rows.groupby(window).agg({"tokens": "last", "loss": "mean"})

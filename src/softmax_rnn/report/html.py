@@ -17,7 +17,7 @@ from plotly.offline import get_plotlyjs
 
 from softmax_rnn._utils.plain_yaml import format_yaml
 from softmax_rnn.data.tasks import is_task
-from softmax_rnn.report.curves import Curve, curves, mean_curve, note, windows
+from softmax_rnn.report.curves import Curve, curves, note, train_curve
 from softmax_rnn.report.figure import log_limits
 from softmax_rnn.report.style import Style, styles
 from softmax_rnn.report.table import by_variant, cells, interval_note, label
@@ -115,10 +115,7 @@ def _train_levels(runs: Sequence[RunFolder]) -> list[tuple[int, list[Curve]]]:
     return [
         (
             size * runs[0].config.log_every,
-            [
-                mean_curve(variant, [windows(metrics, size) for metrics in seeds])
-                for variant, seeds in logged.items()
-            ],
+            [train_curve(variant, seeds, size) for variant, seeds in logged.items()],
         )
         for size in sizes
     ]
@@ -138,4 +135,5 @@ def _plain(curve: Curve, look: Style) -> dict[str, Any]:
 
 
 def _rounded(values: NDArray[np.float64]) -> list[float | None]:
-    return [None if np.isnan(value) else round(value, 5) for value in values.tolist()]
+    # Digits, not decimals: a loss that is rounded to 0 has no place on a logarithmic axis.
+    return [None if np.isnan(value) else float(f"{value:.6g}") for value in values.tolist()]

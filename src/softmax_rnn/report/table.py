@@ -78,10 +78,18 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
 def require_comparable(runs: Sequence[RunFolder]) -> None:
     """Raise ``ValueError`` unless the runs differ in nothing but attention and seed.
 
-    On a task they may have different learning rates, and may have ended at different steps.
+    On a task variants may have different learning rates, and runs may end at different steps.
     """
+    rates: dict[str, RunFolder] = {}
     for run in runs:
         run.check_same_attention()
+        same = rates.setdefault(label(run), run)
+        if run.config.learning_rate != same.config.learning_rate:
+            raise ValueError(
+                f"{same.path} and {run.path} are runs of one variant with different learning rates "
+                f"({same.config.learning_rate:g} and {run.config.learning_rate:g}). "
+                "Report on them separately."
+            )
     first = _conditions(runs[0])
     for run in runs[1:]:
         if differing := differences(first, _conditions(run), "here"):

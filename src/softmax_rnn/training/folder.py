@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
 from softmax_rnn._utils.files import file_aside, sync, write_json, writing
-from softmax_rnn._utils.validation import Count, NonNegative, PositiveInt, Text, validated
+from softmax_rnn._utils.validation import Count, NonNegative, PositiveInt, Share, Text, validated
 from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.systems import Variant
@@ -59,7 +59,7 @@ class _EvaluationRow(TypedDict):
     step: Count
     tokens: Count
     test_loss: NonNegative
-    test_accuracy: NotRequired[NonNegative]  # earlier versions did not write it
+    test_accuracy: NotRequired[Share]  # earlier versions did not write it
 
 
 class _Split(TypedDict):

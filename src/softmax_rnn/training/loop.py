@@ -91,6 +91,7 @@ class Loop:
         # Of each test row: its mean loss, and the share of its predictions that are wrong.
         self.test_losses: NDArray[np.float64] | None = None
         self.test_errors: NDArray[np.float64] | None = None
+        self.test_accuracy: float | None = None
         self.last_step = config.steps  # fewer if the run ends at its wanted accuracy
         self._tested_at = self._saved_at = -1  # steps
         self._loss_sum, self._loss_steps = 0.0, 0  # of the updates since the last row
@@ -260,7 +261,7 @@ class Loop:
         self.test_losses, self._tested_at = losses / np.maximum(counts, 1), self.step
         self.test_errors = (counts - right) / np.maximum(counts, 1)
         loss = float(np.average(self.test_losses, weights=counts))
-        accuracy = float(right.sum() / counts.sum())
+        self.test_accuracy = accuracy = float(right.sum() / counts.sum())
         if not math.isfinite(loss):
             raise NonFiniteError(f"The test loss after step {self.step} is {loss}.")
         if self.accelerator.is_main_process:

@@ -90,9 +90,9 @@ def model_config(config: RunConfig, vocab_size: int, end_of_text: int | None) ->
     """The model of a run."""
     rows = vocab_size if config.vocab_size is None else config.vocab_size
     if rows < vocab_size:
+        what = config.corpus if is_task(config.corpus) else f"The tokenizer {config.tokenizer!r}"
         raise ValueError(
-            f"The tokenizer {config.tokenizer!r} has {vocab_size} ids, more than "
-            f"vocab_size={rows} rows of the embedding."
+            f"{what} has {vocab_size} ids, more than vocab_size={rows} rows of the embedding."
         )
     return SoftmaxRNNConfig(
         attention=config.spec,
@@ -268,7 +268,7 @@ def _finish(loop: Loop, folder: RunFolder) -> None:
             "tokens": int(folder.evaluations.tokens.iloc[-1]),
             "train_loss": float(np.average(metrics.loss[last_tenth], weights=own[last_tenth])),
             "test_loss": float(folder.evaluations.test_loss.iloc[-1]),
-            "test_accuracy": float(folder.evaluations.test_accuracy.iloc[-1]),
+            "test_accuracy": loop.test_accuracy,  # a row of an earlier version has none
             "tokens_per_second": float(metrics.tokens_per_second.median()),
             "skipped_steps": sum(row["event"] == "non_finite" for row in folder.events),
             "loss_spikes": loss_spikes(metrics.loss),
