@@ -286,7 +286,8 @@ class Loop:
         config, accelerator, name = self.config, self.accelerator, f"checkpoint-{self.step}"
         parts = self.folder.path / f".{name}.parts"  # shared by all processes
         written = parts / name
-        weights = not self.sharded or self.step == self.last_step
+        may_end = self.config.stop_at_accuracy is not None and self._evaluation_is_due()
+        weights = not self.sharded or may_end or self.step == self.last_step
         try:
             with together(accelerator):
                 self.corpus.check_unchanged()  # else the model was trained on other text
