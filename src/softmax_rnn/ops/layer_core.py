@@ -187,11 +187,10 @@ class AttentionCore(LayerPart):
             log_decay=projected.log_decay,
             length_power=None if self.length_logit is None else self.length_logit.sigmoid(),
             coefficients=self._coefficients(),
-            sink=self.sink,
             outside_scale=None if self.outside_logit is None else self.outside_logit.exp(),
             norm_weight=self.norm_weight,
             norm_bias=self.norm_bias,
-            **options,
+            **{"sink": self.sink, **options},
         )
         out, state = result if options.get("return_state") else (result, None)
         if skip is not None:
