@@ -181,7 +181,7 @@ def converted_model(source: Any) -> Any:
     """The class of the converted models of a family's class of models."""
     own = (OwnCacheGeneration,) if issubclass(source, GenerationMixin) else ()
 
-    class Converted(*own, ConvertedModel, source):
+    class Converted(ConvertedModel, *own, source):
         config_class = converted_config(source.config_class)
 
     mapping = get_checkpoint_conversion_mapping(

@@ -197,7 +197,7 @@ class ConvertedLayer(AttentionCore):
         cache = None
         if inputs.cache is not None and self.record.index < len(inputs.cache.layers):
             cache = inputs.cache.layers[self.record.index]
-        mask, causal = self._visible(mask, key, causal, inputs.cache)
+        mask, causal = self._visible(mask, key, causal, cache)
         log_decay, gate = self.decay_and_gate(inputs.hidden_states, key.dtype)
         log_decay, gate = self._with_earlier(log_decay, gate, key, query.shape[2], cache)
         state = cache.state if isinstance(cache, StateLayer) else None
@@ -216,15 +216,15 @@ class ConvertedLayer(AttentionCore):
         return self.join(out).unflatten(-1, (out.shape[1], out.shape[3]))
 
     def _visible(
-        self, mask: Tensor | None, key: Tensor, causal: bool, cache: Cache | None
+        self, mask: Tensor | None, key: Tensor, causal: bool, cache: Any
     ) -> tuple[Tensor | None, bool]:
         """The mask for the keys at hand, and whether the operation has to hide later ones."""
         keys = key.shape[2]
-        if self.spec.causal_only and cache is not None:
-            seen = cache.get_seq_length(self.record.index)
-            if not isinstance(seen, int) or 0 < seen < keys:
+        if self.spec.causal_only and cache is not None and not isinstance(cache, StateLayer):
+            seen = cache.get_seq_length()
+            if not isinstance(seen, int) or seen < keys:
                 raise ValueError(
-                    f"A {type(cache).__name__} of fixed length has unused keys after the newest "
+                    f"A {type(cache).__name__} has unused keys after the newest "
                     "one, but with a decay or a window the newest key must be the last: use "
                     "model.new_cache()."
                 )
