@@ -198,6 +198,15 @@ def _named(converted: Any, source: Any) -> Any:
     return converted
 
 
+def __getattr__(name: str) -> Any:
+    """A class of this module by its name, for pickle."""
+    source = getattr(transformers, name.removeprefix("Converted"), None)
+    if not name.startswith("Converted") or not isinstance(source, type):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    is_config = issubclass(source, PreTrainedConfig)
+    return converted_config(source) if is_config else converted_model(source)
+
+
 @functools.cache
 def register(source: Any) -> None:
     """Make the Auto classes know the converted models of a family's class of configurations."""

@@ -29,7 +29,7 @@ from softmax_rnn.ops.spec import INVERSE_SQRT, AttentionSpec
 CONVERTED = "softmax_rnn_converted"  # the attention's name in transformers, and the model type
 PROBE = "softmax_rnn_probe"  # an attention that notes its calls, while a model is examined
 PART = "softmax_rnn"  # the name of the submodule in each attention module
-_INPUTS = "softmax_rnn_inputs"  # the keyword by which an attention module hands these through
+INPUTS = "softmax_rnn_inputs"  # the keyword by which an attention module hands these through
 
 # Arguments of an attention that no spec of this library computes.
 UNSUPPORTED = {
@@ -290,7 +290,7 @@ def pass_inputs(
     given = (*args, *kwargs.values())
     hidden_states = args[0] if args else kwargs["hidden_states"]
     cache = next((x for x in given if isinstance(x, Cache)), None)
-    return args, {**kwargs, _INPUTS: _Inputs(hidden_states, cache)}
+    return args, {**kwargs, INPUTS: _Inputs(hidden_states, cache)}
 
 
 def attend(
@@ -334,7 +334,7 @@ def attend(
             "converted."
         )
     causal = record.causal if is_causal is None else bool(is_causal)
-    inputs = kwargs[_INPUTS]
+    inputs = kwargs[INPUTS]
     return layer(query, key, value, attention_mask, inputs, causal, s_aux), None
 
 
@@ -376,7 +376,7 @@ def _record(
 
 def inputs_of(call: Call) -> Tensor | None:
     """The hidden states that a module with a hook has passed."""
-    inputs = call.options.get(_INPUTS)
+    inputs = call.options.get(INPUTS)
     return None if inputs is None else inputs.hidden_states
 
 

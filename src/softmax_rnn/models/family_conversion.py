@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import PreTrainedModel
 from softmax_rnn._utils.errors import shown
 from softmax_rnn.models.converted import ConvertedModel, converted_config, converted_model, register
 from softmax_rnn.models.converted_layer import (
+    INPUTS,
     PROBE,
     UNSUPPORTED,
     Call,
@@ -26,6 +29,7 @@ from softmax_rnn.models.converted_layer import (
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.variants import Variant, resolve_layer
 
+_SOFTMAX = AttentionSpec()
 # Tensors that a family's module may pass to its attention without an effect on the result.
 _HARMLESS = ("position_ids", "cache_position")
 
@@ -76,9 +80,11 @@ def convert(
         ConvertedLayer(_record(model, call, index, variants[index]))
         for call, index in zip(calls, indices, strict=True)
     ]
-    config = model.config
-    config_class, model_class = converted_config(type(config)), converted_model(type(model))
-    register(type(config))
+    for call, part in zip(calls, parts, strict=True):
+        _check_softmax(call, part.record)
+    config_class, model_class = converted_config(type(model.config)), converted_model(type(model))
+    register(type(model.config))
+    config = _own_config(model)
     for call, part in zip(calls, parts, strict=True):
         part.to(call.query.device, call.query.dtype).train(call.module.training)
         part.attach(call.module)
@@ -103,8 +109,6 @@ def _check_model(model: Any) -> None:
         "has cross attention": getattr(config, "add_cross_attention", False),
         "has several parts with configurations of their own": config.sub_configs,
         "takes no input_ids": model.main_input_name != "input_ids",
-        # Families with this field have no common name for a bias of scores by distance.
-        "has ALiBi biases": getattr(config, "alibi", False),
     }
     for problem, found in problems.items():
         if found:
@@ -204,6 +208,47 @@ def _record(model: PreTrainedModel, call: Call, index: int, variant: Variant) ->
         sliding_window=window,
         sinks=options.get("s_aux") is not None,
     )
+
+
+def _check_softmax(call: Call, record: ConvertedAttention) -> None:
+    """Raise ``ValueError`` unless the family's own function is softmax attention, as ours is.
+
+    It is the one that the module's file has for the implementation ``eager``.
+    """
+    eager = getattr(sys.modules[type(call.module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        return
+    generator = torch.Generator().manual_seed(0)
+    like = call.query.device, call.query.dtype
+    shapes = (call.query.shape, call.key.shape, call.value.shape)
+    # Scores of about 10, where a soft cap or a sink would show.
+    q, k, v = (4 * torch.randn(shape, generator=generator).to(*like) for shape in shapes)
+    mask = torch.zeros(1, 1, q.shape[2], k.shape[2]).to(*like)
+    if record.causal:
+        mask = mask.masked_fill(torch.ones_like(mask).triu(1) > 0, torch.finfo(q.dtype).min)
+    options = {key: x for key, x in call.options.items() if key != INPUTS}
+    softmax = dataclasses.replace(record, attention=_SOFTMAX.to_dict(), layer_options={})
+    inputs, sinks = call.options[INPUTS], options.get("s_aux")
+    with torch.no_grad():
+        expected, _ = eager(call.module, q, k, v, mask, **options)
+        found = ConvertedLayer(softmax)(q, k, v, None, inputs, record.causal, sinks)
+    tolerance = 0.05 if q.dtype.itemsize == 2 else 1e-3
+    if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance * float(v.abs().max())):
+        raise ValueError(
+            f"convert: the attention of {type(call.module).__name__} is not softmax of scaled "
+            "products: a conversion would not keep what it adds."
+        )
+
+
+def _own_config(model: PreTrainedModel) -> Any:
+    """A copy of the configuration in the model and its modules: others may share the first."""
+    shared = model.config
+    own = copy.deepcopy(shared)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if value is shared:
+                setattr(module, name, own)
+    return own
 
 
 def _variants(
