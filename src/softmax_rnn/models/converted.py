@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, GenerationMixin, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
@@ -100,7 +106,7 @@ class _OfFamily:
         return [ConvertedAttention.from_dict(layer) for layer in layers]
 
 
-class ConvertedModel:
+class ConvertedModel(PreTrainedModel):
     """What the converted models of all families share."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -181,7 +187,7 @@ def converted_model(source: Any) -> Any:
     """The class of the converted models of a family's class of models."""
     own = (OwnCacheGeneration,) if issubclass(source, GenerationMixin) else ()
 
-    class Converted(ConvertedModel, *own, source):
+    class Converted(ConvertedModel, *own, source):  # type: ignore[misc]
         config_class = converted_config(source.config_class)
 
     mapping = get_checkpoint_conversion_mapping(

@@ -27,7 +27,8 @@ from softmax_rnn.models.converted_layer import (
     recorded_calls,
 )
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.variants import Variant, resolve_layer
+from softmax_rnn.ops.systems import Variant
+from softmax_rnn.ops.variants import resolve_layer
 
 _SOFTMAX = AttentionSpec()
 # Tensors that a family's module may pass to its attention without an effect on the result.
@@ -72,7 +73,7 @@ def convert(
     calls = _examined(model)
     for call in calls:
         _check_call(call)
-    indices = [getattr(call.module, "layer_idx", None) for call in calls]
+    indices: list[Any] = [getattr(call.module, "layer_idx", None) for call in calls]
     if None in indices or len(set(indices)) < len(indices):
         indices = list(range(len(calls)))
     variants = _variants(attention, layers, layer_options, indices)
@@ -82,15 +83,16 @@ def convert(
     ]
     for call, part in zip(calls, parts, strict=True):
         _check_softmax(call, part.record)
-    config_class, model_class = converted_config(type(model.config)), converted_model(type(model))
-    register(type(model.config))
+    family: Any = type(model.config)
+    kind: Any = type(model)
+    register(family)
     config = _own_config(model)
     for call, part in zip(calls, parts, strict=True):
         part.to(call.query.device, call.query.dtype).train(call.module.training)
         part.attach(call.module)
     records = [dataclasses.asdict(part.record) for part in parts]
     config.softmax_rnn = {"source": config.model_type, "layers": records}
-    config.__class__, model.__class__ = config_class, model_class
+    config.__class__, model.__class__ = converted_config(family), converted_model(kind)
     model.set_attn_implementation("")  # its own, whatever is asked for
     return model
 
