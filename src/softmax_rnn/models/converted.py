@@ -26,7 +26,8 @@ from transformers.conversion_mapping import (
 
 from softmax_rnn._utils.errors import shown
 from softmax_rnn.models.converted_cache import KeyValueLayer, StateLayer
-from softmax_rnn.models.converted_layer import CONVERTED, ConvertedAttention, ConvertedLayer
+from softmax_rnn.models.converted_layer import CONVERTED, ConvertedLayer
+from softmax_rnn.models.converted_record import ConvertedAttention
 from softmax_rnn.models.generation import OwnCacheGeneration
 from softmax_rnn.models.initialization import reset_unloaded
 from softmax_rnn.ops.dispatch import FORMS, forms

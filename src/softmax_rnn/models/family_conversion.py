@@ -20,12 +20,12 @@ from softmax_rnn.models.converted_layer import (
     PROBE,
     UNSUPPORTED,
     Call,
-    ConvertedAttention,
     ConvertedLayer,
     inputs_of,
     pass_inputs,
     recorded_calls,
 )
+from softmax_rnn.models.converted_record import ConvertedAttention
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.systems import Variant
 from softmax_rnn.ops.variants import resolve_layer
