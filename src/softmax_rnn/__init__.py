@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         RecurrentCache,
         SoftmaxRNNConfig,
         SoftmaxRNNForCausalLM,
+        convert,
         from_llama,
     )
 
@@ -42,6 +43,7 @@ __all__ = [
     "Stream",
     "__version__",
     "attention",
+    "convert",
     "crossover",
     "fit_series",
     "forms",
@@ -54,7 +56,10 @@ __all__ = [
     "variant",
     "variants",
 ]
-_MODEL_NAMES = ("RecurrentCache", "SoftmaxRNNConfig", "SoftmaxRNNForCausalLM", "from_llama")
+_MODEL_NAMES = (
+    *("RecurrentCache", "SoftmaxRNNConfig", "SoftmaxRNNForCausalLM"),
+    *("convert", "from_llama"),
+)
 
 
 def __getattr__(name: str) -> Any:

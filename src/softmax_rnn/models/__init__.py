@@ -1,6 +1,6 @@
-"""A Hugging Face Llama whose attention is any spec of this package.
+"""A Hugging Face Llama whose attention is any spec of this package, and converted models.
 
-Importing this module registers the model with transformers' Auto classes.
+Importing this module registers both with transformers' Auto classes.
 """
 
 from softmax_rnn._utils.errors import missing_extra
@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
 from softmax_rnn.models.cache import RecurrentCache
 from softmax_rnn.models.configuration import SoftmaxRNNConfig
 from softmax_rnn.models.conversion import from_llama
+from softmax_rnn.models.family_conversion import convert
 from softmax_rnn.models.initialization import initialize
 from softmax_rnn.models.modeling import SoftmaxRNNForCausalLM, SoftmaxRNNModel
 from softmax_rnn.sizes import SIZES
@@ -23,6 +24,7 @@ __all__ = [
     "SoftmaxRNNConfig",
     "SoftmaxRNNForCausalLM",
     "SoftmaxRNNModel",
+    "convert",
     "from_llama",
     "initialize",
 ]

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from softmax_rnn.models.cache import RecurrentCache
-from softmax_rnn.ops.layer import Attention, Projected
+from softmax_rnn.ops.layer import Attention
+from softmax_rnn.ops.layer_core import Projected
 
 
 class LlamaAttention(Attention):

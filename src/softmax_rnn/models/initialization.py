@@ -32,3 +32,16 @@ def initialize(model: PreTrainedModel, seed: int) -> None:
             if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(module.bias)
     model.tie_weights()
+
+
+def reset_unloaded(model: nn.Module) -> None:
+    """Initialise the layers' own parameters and buffers, except those that were loaded."""
+    for module in model.modules():
+        if isinstance(module, LayerPart):
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            loaded = [x for x in own if getattr(x, "_is_hf_initialized", False)]
+            values = [x.detach().clone() for x in loaded]
+            module.reset_parameters()
+            with torch.no_grad():
+                for x, value in zip(loaded, values, strict=True):
+                    x.copy_(value)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -17,7 +15,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.models.llama.modeling_llama import (
     LlamaForCausalLM,
     LlamaModel,
@@ -27,13 +24,9 @@ from transformers.models.llama.modeling_llama import (
 from softmax_rnn.models.attention import LlamaAttention
 from softmax_rnn.models.cache import RecurrentCache, recurrent_bytes
 from softmax_rnn.models.configuration import MASKING, SoftmaxRNNConfig
-from softmax_rnn.ops.layer_parts import LayerPart
-
-# Settings of generation that name a cache, and of assisted decoding, which crops its cache.
-_CHOOSE_A_CACHE = (
-    *("past_key_values", "cache_implementation", "is_assistant"),
-    *("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"),
-)
+from softmax_rnn.models.generation import OwnCacheGeneration
+from softmax_rnn.models.initialization import reset_unloaded
+from softmax_rnn.models.masks import causal_mask
 
 
 class SoftmaxRNNPreTrainedModel(LlamaPreTrainedModel):
@@ -44,15 +37,7 @@ class SoftmaxRNNPreTrainedModel(LlamaPreTrainedModel):
     def initialize_weights(self) -> None:
         """As the base class, plus the attention's own parameters; loaded weights do not change."""
         super().initialize_weights()
-        for module in self.modules():
-            if isinstance(module, LayerPart):
-                own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-                loaded = [x for x in own if getattr(x, "_is_hf_initialized", False)]
-                values = [x.detach().clone() for x in loaded]
-                module.reset_parameters()
-                with torch.no_grad():
-                    for x, value in zip(loaded, values, strict=True):
-                        x.copy_(value)
+        reset_unloaded(self)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +81,7 @@ class SoftmaxRNNModel(SoftmaxRNNPreTrainedModel, LlamaModel):
         self.post_init()
 
 
-class SoftmaxRNNForCausalLM(SoftmaxRNNPreTrainedModel, LlamaForCausalLM):
+class SoftmaxRNNForCausalLM(OwnCacheGeneration, SoftmaxRNNPreTrainedModel, LlamaForCausalLM):
     """The language model, as ``LlamaForCausalLM``: the same parameter names, the same calls."""
 
     def __init__(self, config: SoftmaxRNNConfig) -> None:
@@ -106,22 +91,6 @@ class SoftmaxRNNForCausalLM(SoftmaxRNNPreTrainedModel, LlamaForCausalLM):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As ``GenerationMixin.generate``, with :meth:`new_cache` if no cache is requested."""
-        given = inspect.signature(super().generate).bind(inputs, *args, **kwargs).arguments
-        given |= given.pop("kwargs", {})
-        configs = (given.get("generation_config"), self.generation_config)
-
-        def setting(name: str) -> Any:  # a configuration's None stands for the model's own
-            found = (given.get(name), *(getattr(config, name, None) for config in configs))
-            return next((value for value in found if value is not None), None)
-
-        chosen = any(setting(name) not in (None, False) for name in _CHOOSE_A_CACHE)
-        if setting("use_cache") is not False and not chosen:
-            cache = self.new_cache()
-            kwargs |= {"use_cache": False} if cache is None else {"past_key_values": cache}
-        return super().generate(inputs, *args, **kwargs)
 
     def new_cache(self) -> Cache | None:
         """An empty cache: recurrent for a finite series, unless its states exceed the model.
@@ -144,39 +113,11 @@ def checkpoint_activations(model: PreTrainedModel, options: dict[str, Any]) -> N
         model.gradient_checkpointing_enable(options)
 
 
-def _causal_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Any = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor | None:
-    """The mask for our layer: one value per key if the last query is at the last key.
-
-    Otherwise (a preallocated cache, packed sequences) it is the full mask of transformers.
-    """
-    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if not aligned or mask_function is not causal_mask_function:
-        options = {"mask_function": mask_function, "attention_mask": attention_mask, **kwargs}
-        options["allow_is_causal_skip"] = False
-        return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **options)
-    if attention_mask is None:
-        return None
-    shown = attention_mask[:, kv_offset : kv_offset + kv_length]
-    shown = F.pad(shown, (0, kv_length - shown.shape[1]), value=False)
-    if not torch.compiler.is_compiling() and shown.all():
-        return None
-    return shown[:, None, None]
-
-
 def _unreachable(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("The attention of this model is chosen by config.attention.")
 
 
-AttentionMaskInterface.register(MASKING, _causal_mask)
+AttentionMaskInterface.register(MASKING, causal_mask)
 AttentionInterface.register(MASKING, _unreachable)
 AutoModel.register(SoftmaxRNNConfig, SoftmaxRNNModel)
 AutoModelForCausalLM.register(SoftmaxRNNConfig, SoftmaxRNNForCausalLM)

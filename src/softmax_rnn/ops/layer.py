@@ -2,60 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from softmax_rnn.ops.forms.row_sums import compute_dtype
-from softmax_rnn.ops.layer_decays import decay_of
-from softmax_rnn.ops.layer_maps import LAYER_MAPS, key_width
+from softmax_rnn.ops.layer_core import ACTIVATIONS, AttentionCore, Projected
 from softmax_rnn.ops.layer_options import LayerOptions
-from softmax_rnn.ops.layer_parts import LayerPart, ShortConvolution
-from softmax_rnn.ops.norms import normalized
-from softmax_rnn.ops.operation import attention
+from softmax_rnn.ops.layer_parts import ShortConvolution
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State
-from softmax_rnn.ops.variants import resolve_layer
-
-_ACTIVATIONS = {"none": lambda x: x, "sigmoid": torch.sigmoid, "swish": nn.functional.silu}
 
 
-class Projected(NamedTuple):
-    """What the operation takes of some tokens.
-
-    Attributes:
-        q: queries [B, H, T, D], after positions and feature map.
-        k: keys [B, Hkv, T, D], likewise.
-        v: values [B, Hkv, T, E], after the input gate.
-        log_decay: [Hkv], [B, Hkv, T], [B, Hkv, T, D] or ``None``.
-        ungated: values before the input gate.
-        inputs: the last inputs of a short convolution, for the next tokens.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor | None
-    ungated: Tensor
-    inputs: Tensor | None
-
-
-class Attention(LayerPart):
+class Attention(AttentionCore):
     """Multi-head attention of any spec, with Llama's parameter names plus the spec's own.
 
     A gate is one sigmoid scalar per head and token, ``sigmoid(Linear(hidden_size -> heads))``
     (appendix E), unless the options say otherwise. Of other parameters, a layer has those that its
-    spec and options need; softmax needs none:
-
-    - ``length_logit`` [H]: a learned length power is its sigmoid.
-    - ``norm_weight``, ``norm_bias`` [head_dim]: of RMS and layer norms, shared by the heads.
-    - ``coefficient_logit`` [H, N + 1]: learned coefficients are ``exp(logit) / n!``.
-    - ``sink``, ``outside_logit`` [H]: the sink, and the logarithm of the outside scale.
-    - ``temperature_logit``, ``skip_weight`` [H], ``merged_norm_weight`` [H * head_dim]: of the
-      options ``temperature``, ``skip`` and ``merged_norm``.
+    spec and options need (see :class:`AttentionCore`); softmax needs none.
 
     Rotary positions are an argument of each call; without them, a layer has none.
 
@@ -79,16 +44,6 @@ class Attention(LayerPart):
         torch.Size([2, 100, 256])
     """
 
-    length_logit: nn.Parameter | None
-    norm_weight: nn.Parameter | None
-    norm_bias: nn.Parameter | None
-    coefficient_logit: nn.Parameter | None
-    sink: nn.Parameter | None
-    outside_logit: nn.Parameter | None
-    temperature_logit: nn.Parameter | None
-    skip_weight: nn.Parameter | None
-    merged_norm_weight: nn.Parameter | None
-
     def __init__(
         self,
         hidden_size: int,
@@ -100,7 +55,7 @@ class Attention(LayerPart):
         bias: bool = False,
         options: LayerOptions | Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(spec, options)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
         for name, size in sizes.items():
@@ -112,65 +67,17 @@ class Attention(LayerPart):
             )
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"The {num_heads} heads must divide the hidden size {hidden_size}.")
-        self.spec, self.options = resolve_layer(spec, options)
-        self._check_options()
-        self.head_dim = head_dim or hidden_size // num_heads
-        self.qk_dim = self.options.qk_dim or self.head_dim
+        head_dim = head_dim or hidden_size // num_heads
+        self.qk_dim = self.options.qk_dim or head_dim
         queries, keys = num_heads * self.qk_dim, num_kv_heads * self.qk_dim
-        values, outputs = num_kv_heads * self.head_dim, num_heads * self.head_dim
+        values, outputs = num_kv_heads * head_dim, num_heads * head_dim
         self.q_proj = nn.Linear(hidden_size, queries, bias=bias)
         self.k_proj = nn.Linear(hidden_size, keys, bias=bias)
         self.v_proj = nn.Linear(hidden_size, values, bias=bias)
         self.o_proj = nn.Linear(outputs, hidden_size, bias=bias)
         width = self.options.short_convolution
         self.short_convolution = ShortConvolution(queries + keys + values, width) if width else None
-        mapped = self.options.feature_map != "none"
-        layer_map = LAYER_MAPS[self.options.feature_map]
-        heads = num_heads, num_kv_heads
-        self.feature_map = layer_map(*heads, self.qk_dim, self.options) if mapped else None
-        decay = decay_of(self.spec, self.options)
-        key_size = key_width(self.options, self.head_dim)
-        self.decay = decay(hidden_size, num_kv_heads, key_size) if decay else None
-        own_gate = self.spec.input_gate and self.options.decay_rule != "time_step"
-        self.input_gate = nn.Linear(hidden_size, num_kv_heads) if own_gate else None
-        gated = self.spec.output_gate != "none"
-        gates = outputs if self.options.gate_per_channel else num_heads
-        self.output_gate = nn.Linear(hidden_size, gates) if gated else None
-        for name, (used, shape, _) in self._own_parameters(num_heads).items():
-            parameter = nn.Parameter(torch.empty(shape)) if used else None
-            self.register_parameter(name, parameter)
-        self.reset_parameters()
-
-    def _check_options(self) -> None:
-        if self.options.skip and self.spec.output_gate == "before_norm":
-            raise ValueError(
-                "skip=True adds values to the output after the norm, and before an output gate: "
-                "it needs output_gate='after_norm' or 'none', not 'before_norm'."
-            )
-
-    def _own_parameters(self, heads: int) -> dict[str, tuple[bool, tuple[int, ...], float]]:
-        """Of each parameter: whether it is needed, its shape, its initial value."""
-        spec, options, width = self.spec, self.options, self.head_dim
-        weighted = spec.norm in ("rms", "layer") and options.norm_weight
-        terms = 1 + (spec.order or 0)
-        return {
-            "length_logit": (spec.denominator == "learned_length", (heads,), 0.5),
-            "norm_weight": (weighted, (width,), 1.0),
-            "norm_bias": (weighted and spec.norm == "layer", (width,), 0.0),
-            "coefficient_logit": (spec.learned_coefficients, (heads, terms), 0.0),
-            "sink": (spec.denominator == "sum_plus_sink", (heads,), 0.0),
-            "outside_logit": (spec.outside == "series", (heads,), 0.0),
-            "temperature_logit": (options.temperature, (heads,), 0.0),
-            "skip_weight": (options.skip, (heads,), 1.0),
-            "merged_norm_weight": (options.merged_norm, (heads * width,), 1.0),
-        }
-
-    def reset_parameters(self) -> None:
-        """Initialise the parameters that are no part's, for example norm weights to 1."""
-        for name, (_, _, value) in self._own_parameters(1).items():
-            parameter = getattr(self, name)
-            if parameter is not None:
-                nn.init.constant_(parameter, value)
+        self.add_parts(hidden_size, num_heads, num_kv_heads, self.qk_dim, head_dim)
 
     def project(
         self,
@@ -200,7 +107,7 @@ class Attention(LayerPart):
         if self.short_convolution is not None:
             earlier = None if state is None else state.inputs
             x, inputs = self.short_convolution(torch.cat(flat, -1), _shown(mask), earlier)
-            x = _ACTIVATIONS[self.options.convolution_activation](x)
+            x = ACTIVATIONS[self.options.convolution_activation](x)
             flat = list(x.split([part.shape[-1] for part in flat], -1))
         widths = self.qk_dim, self.qk_dim, self.head_dim
         q, k, v = (
@@ -210,23 +117,12 @@ class Attention(LayerPart):
         if position_embeddings is not None and self.options.rotary:
             # Autocast leaves the rotation in float32.
             q, k = (rotate(x, *position_embeddings).to(v.dtype) for x in (q, k))
-        if self.feature_map is not None:
-            if positions is None:
-                positions = torch.arange(tokens, device=q.device).unsqueeze(0)
-                positions = positions + (0 if state is None else state.tokens)
-            q, k = self.feature_map(q, k, positions)
-        if self.temperature_logit is not None:
-            q = q * self.temperature_logit.exp().to(q.dtype)[:, None, None]
-        log_decay = gate = None
-        if self.decay is not None:
-            log_decay, gate = self.decay(hidden_states)
-            # As precise as it is in a cache, beside the keys.
-            log_decay = log_decay if log_decay.ndim == 1 else log_decay.to(k.dtype)
-        if self.input_gate is not None:
-            gate = self.input_gate(hidden_states).sigmoid().transpose(1, 2)
-        gated = v
-        if gate is not None and self.spec.input_gate:
-            gated = v * gate.unsqueeze(-1).to(v.dtype)
+        if positions is None and self.feature_map is not None:
+            positions = torch.arange(tokens, device=q.device).unsqueeze(0)
+            positions = positions + (0 if state is None else state.tokens)
+        q, k = self.map_features(q, k, positions)
+        log_decay, gate = self.decay_and_gate(hidden_states, k.dtype)
+        gated = v if gate is None else v * gate.unsqueeze(-1)
         return Projected(q, k, gated, log_decay, v, inputs)
 
     def forward(
@@ -259,67 +155,9 @@ class Attention(LayerPart):
         result = self.attend(hidden_states, projected, **options)
         return (self.merge(result[0]), result[1]) if return_state else self.merge(result)
 
-    def attend(self, hidden_states: Tensor, projected: Projected, **options: Any) -> Any:
-        """:func:`softmax_rnn.attention` of projected tokens, with this layer's parameters.
-
-        Keys, values and decays may be those of earlier tokens as well, from a cache.
-        """
-        spec = dataclasses.replace(self.spec, input_gate=False)  # project() has applied it
-        gate = self._gate(hidden_states)
-        skip = self.skip_weight
-        if skip is not None:  # the gate comes after it
-            spec = dataclasses.replace(spec, output_gate="none")
-        result = attention(
-            *projected[:3],
-            spec,
-            output_gate=gate if skip is None else None,
-            log_decay=projected.log_decay,
-            length_power=None if self.length_logit is None else self.length_logit.sigmoid(),
-            coefficients=self._coefficients(),
-            sink=self.sink,
-            outside_scale=None if self.outside_logit is None else self.outside_logit.exp(),
-            norm_weight=self.norm_weight,
-            norm_bias=self.norm_bias,
-            **options,
-        )
-        out, state = result if options.get("return_state") else (result, None)
-        if skip is not None:
-            v = projected.ungated.repeat_interleave(out.shape[1] // projected.ungated.shape[1], 1)
-            out = out + skip.to(v.dtype)[:, None, None] * v
-            if gate is not None:
-                out = out * (gate if gate.ndim == 4 else gate.unsqueeze(-1)).to(out.dtype)
-        if state is None:
-            return out
-        return out, dataclasses.replace(state, inputs=projected.inputs)
-
-    def _gate(self, hidden_states: Tensor) -> Tensor | None:
-        """The output gate, [B, H, T] or per channel [B, H, T, head_dim]."""
-        if self.output_gate is None:
-            return None
-        gate: Tensor = _ACTIVATIONS[self.options.gate_activation](self.output_gate(hidden_states))
-        if self.options.gate_per_channel:
-            gate = gate.unflatten(-1, (-1, self.head_dim))
-        return gate.transpose(1, 2)
-
-    def _coefficients(self) -> Tensor | None:
-        """The learned coefficients of a polynomial: positive, at first those of exp's series."""
-        logit = self.coefficient_logit
-        if logit is None:
-            return None
-        powers = torch.arange(logit.shape[1], dtype=compute_dtype(logit.dtype), device=logit.device)
-        return (logit - torch.lgamma(powers + 1)).exp()
-
     def merge(self, out: Tensor) -> Tensor:
         """Project the heads' outputs [B, H, T, D] to [B, T, hidden_size]."""
-        out = out.transpose(1, 2).flatten(2)
-        if self.merged_norm_weight is not None:
-            out = normalized(out, None, "rms", self.merged_norm_weight, None)
-        return self.o_proj(out)
-
-    def extra_repr(self) -> str:
-        """The spec and the options, in ``print(model)``."""
-        plain = self.options == LayerOptions()
-        return str(self.spec) if plain else f"{self.spec}, {self.options}"
+        return self.o_proj(self.join(out))
 
 
 def _shown(mask: Tensor | None) -> Tensor | None:

@@ -1,0 +1,228 @@
+"""Converted models as classes: configuration and model of any family, saved and loaded.
+
+A saved model has the model type ``softmax_rnn_converted``, so that transformers cannot read it as
+the family's own model, with plain softmax.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+
+from softmax_rnn._utils.errors import shown
+from softmax_rnn.models.converted_cache import KeyValueLayer, StateLayer
+from softmax_rnn.models.converted_layer import CONVERTED, ConvertedLayer
+from softmax_rnn.models.converted_record import ConvertedAttention
+from softmax_rnn.models.generation import OwnCacheGeneration
+from softmax_rnn.models.initialization import reset_unloaded
+from softmax_rnn.ops.dispatch import FORMS, forms
+from softmax_rnn.ops.forms.row_sums import compute_dtype
+from softmax_rnn.ops.layer_maps import key_width
+from softmax_rnn.ops.monomials import state_size
+
+# Any other class of configuration reads the keys of id2label as numbers, and fails with this text.
+_GUARD = "a converted attention: import softmax_rnn.models and use an Auto class"
+
+# The Auto classes that load converted models, each with its table of families.
+_AUTO = {
+    "AutoModel": "MODEL_MAPPING",
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "AutoModelForMaskedLM": "MODEL_FOR_MASKED_LM_MAPPING",
+    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "AutoModelForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+    "AutoModelForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
+}
+
+
+class ConvertedConfig(PreTrainedConfig):
+    """The registered class; :meth:`from_dict` returns one of the source's own class.
+
+    That class is a subclass of the source's, with all its fields, and ``softmax_rnn``: the source's
+    model type and the converted layers (:class:`ConvertedAttention`).
+    """
+
+    model_type = CONVERTED
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """The configuration of a converted model.
+
+        Raises:
+            ValueError: for an unknown family.
+        """
+        found = config_dict.get("softmax_rnn")
+        source = found.get("source") if isinstance(found, dict) else None
+        if not isinstance(source, str) or source not in CONFIG_MAPPING or source == CONVERTED:
+            raise ValueError(
+                f"softmax_rnn.source of a converted model must be a model type of transformers, "
+                f"not {shown(source)}."
+            )
+        register(CONFIG_MAPPING[source])
+        return converted_config(CONFIG_MAPPING[source]).from_dict(config_dict, **kwargs)
+
+
+class _OfFamily:
+    """What the configurations of all families share."""
+
+    softmax_rnn: Any
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**{**kwargs, "attn_implementation": CONVERTED})  # type: ignore[misc]
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        fields = dict(config_dict)
+        labels = {key: x for key, x in (fields.get("id2label") or {}).items() if key != _GUARD}
+        if "id2label" in fields:
+            fields["id2label"] = labels or None
+        return super().from_dict(fields, **kwargs)  # type: ignore[misc]
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What a file contains."""
+        fields: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
+        labels = {str(key): x for key, x in (fields.get("id2label") or {}).items()}
+        return {**fields, "id2label": {**labels, _GUARD: ""}}
+
+    @property
+    def converted_layers(self) -> list[ConvertedAttention]:
+        """The converted layers of ``softmax_rnn``."""
+        layers = self.softmax_rnn["layers"] if isinstance(self.softmax_rnn, dict) else None
+        if not isinstance(layers, list):
+            raise ValueError("A converted model's configuration is made by softmax_rnn.convert.")
+        return [ConvertedAttention.from_dict(layer) for layer in layers]
+
+
+class ConvertedModel(PreTrainedModel):
+    """What the converted models of all families share."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.set_attn_implementation()
+        base = self.base_model
+        for record in config.converted_layers:
+            try:
+                module = base.get_submodule(record.module)
+            except AttributeError:
+                raise ValueError(
+                    f"The converted layer {record.module!r} is no module of {type(base).__name__}."
+                ) from None
+            ConvertedLayer(record).attach(module)
+
+    def initialize_weights(self) -> None:
+        """As the base class, plus the attention's own parameters; loaded weights do not change."""
+        super().initialize_weights()
+        reset_unloaded(self)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As the base class; ``attn_implementation`` is ignored."""
+        return super().from_pretrained(*args, **{**kwargs, "attn_implementation": CONVERTED})
+
+    def set_attn_implementation(self, *_: Any, **__: Any) -> None:
+        """Keep the converted attention."""
+        super().set_attn_implementation(CONVERTED)
+
+    def new_cache(self) -> Cache:
+        """An empty cache for this model.
+
+        A layer with a finite series has a state, unless the states exceed the model; one with a
+        window holds its last keys. The other layers are those of transformers' ``DynamicCache``.
+        """
+        records = self.config.converted_layers
+        layers: list[Any] = DynamicCache(config=self.config).layers
+        sizes = {record.index: _state_bytes(record, self.dtype) for record in records}
+        total = sum(size or 0 for size in sizes.values())
+        large = total > self.num_parameters() * self.dtype.itemsize
+        for record in records:
+            spec = record.spec
+            windows = [x for x in (spec.hiding_window, record.sliding_window) if x]
+            gates = spec.input_gate or spec.decay in ("token", "channel")
+            if sizes[record.index] is not None and not large:
+                layers[record.index] = StateLayer()
+            elif gates or spec.hiding_window:
+                window = min(windows) if windows and not spec.global_keys else None
+                layers[record.index] = KeyValueLayer(window)
+        return Cache(layers=layers)
+
+
+def _state_bytes(record: ConvertedAttention, dtype: torch.dtype) -> int | None:
+    """Bytes of a layer's state for one row; ``None`` if it can have none."""
+    spec, options = record.spec, record.options
+    if not record.causal or record.sliding_window:
+        return None
+    if not any(FORMS[form].stateful for form in forms(spec)):
+        return None
+    width = key_width(options, record.key_width)
+    numbers = record.num_kv_heads * state_size(spec, width, record.value_width)
+    return numbers * compute_dtype(dtype).itemsize
+
+
+@functools.cache
+def converted_config(source: Any) -> Any:
+    """The class of configurations of a family's converted models."""
+
+    class Converted(_OfFamily, source):
+        model_type = CONVERTED
+        softmax_rnn: Any = None
+
+    return _named(Converted, source)
+
+
+@functools.cache
+def converted_model(source: Any) -> Any:
+    """The class of the converted models of a family's class of models."""
+    own = (OwnCacheGeneration,) if issubclass(source, GenerationMixin) else ()
+
+    class Converted(ConvertedModel, *own, source):  # type: ignore[misc]
+        config_class = converted_config(source.config_class)
+
+    mapping = get_checkpoint_conversion_mapping(
+        source.__name__
+    ) or get_checkpoint_conversion_mapping(source.config_class.model_type)
+    if mapping is not None:  # how files name and split weights
+        register_checkpoint_conversion_mapping(f"Converted{source.__name__}", mapping, True)
+    return _named(Converted, source)
+
+
+def _named(converted: Any, source: Any) -> Any:
+    converted.__name__ = converted.__qualname__ = f"Converted{source.__name__}"
+    converted.__doc__ = f"{source.__name__} with an attention of this library."
+    return converted
+
+
+def __getattr__(name: str) -> Any:
+    """A class of this module by its name, for pickle."""
+    source = getattr(transformers, name.removeprefix("Converted"), None)
+    if not name.startswith("Converted") or not isinstance(source, type):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    is_config = issubclass(source, PreTrainedConfig)
+    return converted_config(source) if is_config else converted_model(source)
+
+
+@functools.cache
+def register(source: Any) -> None:
+    """Make the Auto classes know the converted models of a family's class of configurations."""
+    for name, table in _AUTO.items():
+        families = getattr(transformers, table)
+        if source in families:
+            found = families[source]
+            found = found[0] if isinstance(found, tuple) else found
+            getattr(transformers, name).register(converted_config(source), converted_model(found))
+
+
+AutoConfig.register(CONVERTED, ConvertedConfig)

@@ -1,0 +1,273 @@
+"""An attention of this library inside the attention module of another family.
+
+The family's module projects, rotates and caches queries, keys and values, and then calls the
+function that transformers' ``AttentionInterface`` has under the name ``CONVERTED``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
+
+from softmax_rnn.models.converted_cache import KeyValueLayer, StateLayer
+from softmax_rnn.models.converted_record import ConvertedAttention
+from softmax_rnn.models.masks import mask_of_family
+from softmax_rnn.ops.layer_core import AttentionCore, Projected
+
+CONVERTED = "softmax_rnn_converted"  # the attention's name in transformers, and the model type
+PROBE = "softmax_rnn_probe"  # an attention that notes its calls, while a model is examined
+PART = "softmax_rnn"  # the name of the submodule in each attention module
+INPUTS = "softmax_rnn_inputs"  # the keyword by which an attention module hands these through
+
+# Arguments of an attention that no spec of this library computes.
+UNSUPPORTED = {
+    "softcap": "a soft cap of the scores",
+    "position_bias": "a bias of the scores by relative positions",
+    "head_mask": "a mask of heads",
+}
+
+
+class _Inputs(NamedTuple):
+    """What the interface of transformers does not pass."""
+
+    hidden_states: Tensor
+    cache: Cache | None
+
+
+class ConvertedLayer(AttentionCore):
+    """The submodule of an attention module: what its spec and options need, and the computation."""
+
+    def __init__(self, record: ConvertedAttention) -> None:
+        super().__init__(record.spec, record.options)
+        record.check()
+        self.record = record
+        heads = record.num_heads, record.num_kv_heads
+        self.add_parts(record.hidden_size, *heads, record.key_width, record.value_width)
+        if record.sinks:  # the family's parameter
+            self.sink = None
+
+    def attach(self, module: nn.Module) -> None:
+        """Become the submodule of ``module`` that computes its attention."""
+        module.add_module(PART, self)
+        module.register_forward_pre_hook(pass_inputs, with_kwargs=True)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        inputs: _Inputs,
+        causal: bool,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [B, H, T, D], rotated.
+            key: [B, Hkv, S, D]; the last T are those of the queries.
+            value: [B, Hkv, S, E].
+            mask: ``None``, [B, 1, 1, S] for causal attention to some keys, or [B, 1, T, S].
+            inputs: the hidden states [B, T, hidden_size] of the new tokens, and the cache.
+            causal: whether a query sees no later key, if there is no mask.
+            sinks: the family's sinks [H].
+
+        Returns:
+            [B, T, H, E].
+        """
+        cache = None
+        if inputs.cache is not None and self.record.index < len(inputs.cache.layers):
+            cache = inputs.cache.layers[self.record.index]
+        mask, causal = self._visible(mask, key, causal, cache)
+        log_decay, gate = self.decay_and_gate(inputs.hidden_states, key.dtype)
+        log_decay, gate = self._with_earlier(log_decay, gate, key, query.shape[2], cache)
+        state = cache.state if isinstance(cache, StateLayer) else None
+        q, k = self._mapped(query, key, 0 if state is None else state.tokens)
+        gated = value if gate is None else value * gate.unsqueeze(-1)
+        ungated = value[:, :, value.shape[2] - query.shape[2] :]
+        projected = Projected(q, k, gated, log_decay, ungated, None)
+        options: dict[str, Any] = {"mask": mask, "causal": causal}
+        if sinks is not None:
+            options["sink"] = sinks
+        if isinstance(cache, StateLayer):
+            options |= {"state": state, "return_state": True}
+            out, cache.state = self.attend(inputs.hidden_states, projected, **options)
+        else:
+            out = self.attend(inputs.hidden_states, projected, **options)
+        return self.join(out).unflatten(-1, (out.shape[1], out.shape[3]))
+
+    def _visible(
+        self, mask: Tensor | None, key: Tensor, causal: bool, cache: Any
+    ) -> tuple[Tensor | None, bool]:
+        """The mask for the keys at hand, and whether the operation has to hide later ones."""
+        keys = key.shape[2]
+        if self.spec.causal_only and cache is not None and not isinstance(cache, StateLayer):
+            seen = cache.get_seq_length()
+            if not isinstance(seen, int) or seen < keys:
+                raise ValueError(
+                    f"A {type(cache).__name__} has unused keys after the newest "
+                    "one, but with a decay or a window the newest key must be the last: use "
+                    "model.new_cache()."
+                )
+        if mask is None:
+            return None, causal
+        if mask.dtype != torch.bool or mask.ndim != 4:
+            raise ValueError(
+                "The attention mask must be boolean (True = visible), [B, T] or [B, 1, T, S], not "
+                f"{mask.dtype} of shape {list(mask.shape)}: an additive one could hold a bias, "
+                "which a converted attention does not have."
+            )
+        mask = mask[..., mask.shape[-1] - keys :]  # a cache may have dropped the first
+        if mask.shape[-2] == 1:
+            return mask, True
+        if mask.stride()[2:] == (0, 0):  # bidirectional, nothing hidden
+            return None, False
+        if mask.stride()[2] == 0:
+            return mask[:, :, :1], False
+        return mask, self.spec.causal_only
+
+    def _with_earlier(
+        self, log_decay: Tensor | None, gate: Tensor | None, key: Tensor, tokens: int, cache: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Log decays and gates of all keys; a cache of this package holds the earlier ones."""
+        fixed = log_decay is None or log_decay.ndim == 1
+        new = [x for x in (None if fixed else log_decay, gate) if x is not None]
+        if not new or isinstance(cache, StateLayer):
+            return log_decay, gate
+        # One channel per gate, after those of the decay.
+        joined = torch.cat([x.reshape(*x.shape[:2], tokens, -1) for x in new], dim=-1)
+        if isinstance(cache, KeyValueLayer):
+            joined = cache.extend(joined)
+        elif key.shape[2] != tokens:
+            raise ValueError(
+                f"A {type(cache).__name__} does not hold the gates or decays of earlier tokens: "
+                "give past_key_values=model.new_cache(), or use_cache=False."
+            )
+        if gate is not None:
+            gate = joined[..., -1]
+            joined = joined[..., :-1]
+        if fixed:
+            return log_decay, gate
+        return joined if self.spec.decay == "channel" else joined[..., 0], gate
+
+    def _mapped(self, query: Tensor, key: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Queries and keys after the feature map; only differences of positions matter."""
+        earlier = key.shape[2] - query.shape[2]
+        positions = torch.arange(start, start + key.shape[2], device=key.device).unsqueeze(0)
+        q, k = self.map_features(F.pad(query, (0, 0, earlier, 0)), key, positions)
+        return q[:, :, earlier:], k
+
+
+def pass_inputs(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Pass the hidden states and the cache through the module to :func:`attend`."""
+    chosen = getattr(getattr(module, "config", None), "_attn_implementation", CONVERTED)
+    if chosen not in (CONVERTED, PROBE):
+        raise ValueError(
+            f"The attention of this model was converted, but its implementation is {chosen!r}: "
+            f"model.set_attn_implementation({CONVERTED!r}) brings it back."
+        )
+    given = (*args, *kwargs.values())
+    hidden_states = args[0] if args else kwargs["hidden_states"]
+    cache = next((x for x in given if isinstance(x, Cache)), None)
+    return args, {**kwargs, INPUTS: _Inputs(hidden_states, cache)}
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention of transformers' interface.
+
+    Raises:
+        ValueError: for a module that was not converted, or what a converted one cannot compute.
+    """
+    layer = getattr(module, PART, None)
+    if not isinstance(layer, ConvertedLayer):
+        raise ValueError(
+            f"This {type(module).__name__} was not converted: {CONVERTED!r} is the attention of "
+            "models that softmax_rnn.convert returns; load saved ones with an Auto class."
+        )
+    for name, what in UNSUPPORTED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"A converted attention cannot have {what} ({name}).")
+    if kwargs.get("output_attentions"):
+        raise ValueError("A converted attention has no matrix of weights: output_attentions=False.")
+    if dropout:
+        raise ValueError(
+            f"A converted attention drops no weights: load the model with an attention dropout of "
+            f"0, not {dropout} (attention_dropout, attn_pdrop or attention_probs_dropout_prob in "
+            "the configuration), to train it."
+        )
+    record = layer.record
+    if scaling is not None and scaling != record.scaling:
+        raise ValueError(
+            f"{record.module} scales its scores by {scaling}, but by {record.scaling} when it was "
+            "converted."
+        )
+    causal = record.causal if is_causal is None else bool(is_causal)
+    inputs = kwargs[INPUTS]
+    return layer(query, key, value, attention_mask, inputs, causal, s_aux), None
+
+
+class Call(NamedTuple):
+    """One call of the interface by a family's module."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    options: dict[str, Any]
+
+
+_calls: list[Call] = []
+
+
+@contextlib.contextmanager
+def recorded_calls() -> Iterator[list[Call]]:
+    """The calls of the attention ``PROBE`` inside the context."""
+    found: list[Call] = []
+    _calls.clear()
+    yield found
+    found.extend(_calls)
+    _calls.clear()
+
+
+def _record(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    _calls.append(Call(module, query, key, value, mask, options))
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def inputs_of(call: Call) -> Tensor | None:
+    """The hidden states that a module with a hook has passed."""
+    inputs = call.options.get(INPUTS)
+    return None if inputs is None else inputs.hidden_states
+
+
+for _name, _function in ((CONVERTED, attend), (PROBE, _record)):
+    AttentionInterface.register(_name, _function)
+    AttentionMaskInterface.register(_name, mask_of_family)

@@ -1,0 +1,40 @@
+"""Generation with a cache of the model's own choice."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache
+
+# Settings of generation that name a cache, and of assisted decoding, which crops its cache.
+_CHOOSE_A_CACHE = (
+    *("past_key_values", "cache_implementation", "is_assistant"),
+    *("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"),
+)
+
+
+class OwnCacheGeneration(GenerationMixin):
+    """A base class, before the model's: ``generate`` takes the model's ``new_cache()``."""
+
+    def new_cache(self) -> Cache | None:
+        """An empty cache; ``None`` to generate without one."""
+        raise NotImplementedError
+
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As ``GenerationMixin.generate``, with :meth:`new_cache` if no cache is requested."""
+        given = inspect.signature(super().generate).bind(inputs, *args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        configs = (given.get("generation_config"), self.generation_config)
+
+        def setting(name: str) -> Any:  # a configuration's None stands for the model's own
+            found = (given.get(name), *(getattr(config, name, None) for config in configs))
+            return next((value for value in found if value is not None), None)
+
+        chosen = any(setting(name) not in (None, False) for name in _CHOOSE_A_CACHE)
+        if setting("use_cache") is not False and not chosen:
+            cache = self.new_cache()
+            kwargs |= {"use_cache": False} if cache is None else {"past_key_values": cache}
+        return super().generate(inputs, *args, **kwargs)

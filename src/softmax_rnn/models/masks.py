@@ -1,0 +1,67 @@
+"""Masks for this package's attention, in the interface of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+)
+
+
+def causal_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask for our layer: one value per key if the last query is at the last key.
+
+    Otherwise (a preallocated cache, packed sequences) it is the full mask of transformers.
+    """
+    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    if not aligned or mask_function is not causal_mask_function:
+        options = {"mask_function": mask_function, "attention_mask": attention_mask, **kwargs}
+        options["allow_is_causal_skip"] = False
+        return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **options)
+    if attention_mask is None:
+        return None
+    shown = attention_mask[:, kv_offset : kv_offset + kv_length]
+    shown = F.pad(shown, (0, kv_length - shown.shape[1]), value=False)
+    if not torch.compiler.is_compiling() and shown.all():
+        return None
+    return shown[:, None, None]
+
+
+def mask_of_family(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """As :func:`causal_mask`; if attention is bidirectional, one value per key, expanded.
+
+    The expanded mask [B or 1, 1, T, S] has stride 0 over queries, and over keys if all are visible.
+    """
+    if mask_function is not bidirectional_mask_function or q_length == 1:
+        args = (batch_size, q_length, kv_length, q_offset, kv_offset)
+        return causal_mask(*args, mask_function, attention_mask, **kwargs)
+    if attention_mask is None:
+        shown = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=kwargs.get("device"))
+    else:
+        shown = attention_mask[:, kv_offset : kv_offset + kv_length]
+        shown = F.pad(shown, (0, kv_length - shown.shape[1]), value=False)[:, None, None]
+    return shown.expand(-1, 1, q_length, kv_length)
