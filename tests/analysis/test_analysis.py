@@ -23,7 +23,7 @@ from softmax_rnn.analysis.analyze import Analysis, analyze, analyze_checkpoint, 
 from softmax_rnn.analysis.figure import draw
 from softmax_rnn.data import TokenBlocks
 from softmax_rnn.data.tokenizer import byte_tokenizer
-from softmax_rnn.ops import layer as layer_module
+from softmax_rnn.ops import layer_core as layer_module
 from softmax_rnn.training import train
 from softmax_rnn.training.run import load_corpus
 from test_modeling import TINY, build

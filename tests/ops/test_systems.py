@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import softmax_rnn as sr
-from softmax_rnn.ops import layer as layer_module
+from softmax_rnn.ops import layer_core as layer_module
 from softmax_rnn.ops import reference
 from softmax_rnn.ops.systems import SYSTEMS
 
