@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -488,3 +489,23 @@ def test_an_unknown_family_is_named(source_type: object, tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=r"softmax_rnn\.source of a converted model must be"):
         AutoConfig.from_pretrained(tmp_path)
+
+
+def test_a_model_from_a_gguf_file_can_be_saved(tmp_path: Path) -> None:
+    """transformers reads plain weights, and still takes the model for a quantised one."""
+    config = transformers.LlamaConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    quantization = SimpleNamespace(quant_method="gguf")
+    model.hf_quantizer = SimpleNamespace(quantization_config=quantization)
+    model.is_quantized, model.quantization_method = True, "gguf"
+    model.config.quantization_config = {"quant_method": "gguf"}
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path)
+    model = sr.convert(model, "norm")
+    model.save_pretrained(tmp_path)
+    ids = torch.tensor([[1, 2, 3]])
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)

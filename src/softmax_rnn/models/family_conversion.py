@@ -90,6 +90,7 @@ def convert(
     for call, part in zip(calls, parts, strict=True):
         part.to(call.query.device, call.query.dtype).train(call.module.training)
         part.attach(call.module)
+    _forget_gguf(model, config)
     records = [dataclasses.asdict(part.record) for part in parts]
     config.softmax_rnn = {"source": config.model_type, "layers": records}
     config.__class__, model.__class__ = converted_config(family), converted_model(kind)
@@ -240,6 +241,20 @@ def _check_softmax(call: Call, record: ConvertedAttention) -> None:
             f"convert: the attention of {type(call.module).__name__} is not softmax of scaled "
             "products: a conversion would not keep what it adds."
         )
+
+
+def _forget_gguf(model: PreTrainedModel, config: Any) -> None:
+    """Let a model that was read from a GGUF file be saved, if its weights were unpacked."""
+    method = getattr(model, "quantization_method", None)
+    plain = all(x.is_floating_point() for x in model.parameters())
+    if getattr(method, "value", method) != "gguf" or not plain:
+        return
+    for owner, names in (
+        (model, ("hf_quantizer", "quantization_method", "is_quantized")),
+        (config, ("quantization_config",)),
+    ):
+        for name in names:
+            vars(owner).pop(name, None)
 
 
 def _own_config(model: PreTrainedModel) -> Any:
