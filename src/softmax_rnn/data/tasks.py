@@ -23,7 +23,7 @@ from softmax_rnn.data.mqar import Mqar
 from softmax_rnn.data.rows import IGNORED
 from softmax_rnn.data.task_base import PREFIX, AtLeastTwo, Integers, Stream, Task, below, distinct
 
-__all__ = ["PREFIX", "TASKS", "Task", "parse_task"]
+__all__ = ["PREFIX", "TASKS", "Task", "is_task", "parse_task"]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -17,11 +18,12 @@ _CHOOSE_A_CACHE = (
 
 
 class OwnCacheGeneration(GenerationMixin):
-    """A base class, before the model's: ``generate`` takes the model's ``new_cache()``."""
+    """A base class, before the model's: ``generate`` takes the model's ``new_cache()``.
 
-    def new_cache(self) -> Cache | None:
-        """An empty cache; ``None`` to generate without one."""
-        raise NotImplementedError
+    The model's class defines it: an empty cache, or ``None`` to generate without one.
+    """
+
+    new_cache: Callable[[], Cache | None]
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """As ``GenerationMixin.generate``, with :meth:`new_cache` if no cache is requested."""

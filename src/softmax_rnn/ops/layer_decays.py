@@ -19,19 +19,14 @@ _GLA_DIVISOR = 16.0
 
 
 class LayerDecay(LayerPart):
-    """The log decays of tokens, for ``kv_heads`` heads with keys of ``width``."""
+    """The log decays of tokens, for ``kv_heads`` heads with keys of ``width``.
+
+    Subclasses define ``forward``. It takes hidden states [B, T, hidden_size]. It returns log decays
+    <= 0, [Hkv], [B, Hkv, T] or [B, Hkv, T, width], and a gate of values [B, Hkv, T] or ``None``.
+    """
 
     def __init__(self, hidden_size: int, kv_heads: int, width: int) -> None:
         super().__init__()
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """From hidden states [B, T, hidden_size].
-
-        Returns:
-            Log decays <= 0, [Hkv], [B, Hkv, T] or [B, Hkv, T, width], and a gate of values
-            [B, Hkv, T] or ``None``.
-        """
-        raise NotImplementedError
 
 
 class RetentionDecay(LayerDecay):
