@@ -14,6 +14,7 @@ EXTRAS = {
     "submitit": "cluster",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
+    "gguf": "gguf",
 }
 
 

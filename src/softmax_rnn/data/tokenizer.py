@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -31,7 +34,7 @@ def load_tokenizer(
     """``bytes``, or a fast Hugging Face tokenizer by its name on the Hub or its local path.
 
     Args:
-        name: the tokenizer's name or path.
+        name: the tokenizer's name or path; a GGUF file contains one as well.
         end_of_text: token of its vocabulary that ends each document; by default its own.
         local: whether to use local files only.
         ends: whether it must have an end-of-text token; a task's has none.
@@ -61,9 +64,13 @@ def _special(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def _pretrained(name: str, local: bool) -> PreTrainedTokenizerFast:
+    place = name
+    options: dict[str, Any] = {}
+    if name.endswith(".gguf"):
+        place, options = str(Path(name).parent), {"gguf_file": Path(name).name}
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=False, local_files_only=local
+            place, trust_remote_code=False, local_files_only=local, **options
         )
     except Exception as error:  # transformers also raises the errors of its parsers
         raise ValueError(

@@ -1,0 +1,53 @@
+"""Open any causal language model together with its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from softmax_rnn.data import load_tokenizer
+from softmax_rnn.models.loading import HUB, load_model
+from softmax_rnn.training.checkpoint import load_trained, model_folder
+from softmax_rnn.training.folder import RunFolder
+
+
+class OpenedModel(NamedTuple):
+    """A model from any source.
+
+    Attributes:
+        model: in evaluation mode.
+        tokenizer: its tokenizer.
+        run: the run that trained it; ``None`` for a model from elsewhere.
+        tokenizer_name: the name by which a corpus is prepared with this tokenizer.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    run: RunFolder | None
+    tokenizer_name: str
+
+
+def open_model(source: str) -> OpenedModel:
+    """A model and its tokenizer.
+
+    Args:
+        source: the folder of a run (its newest intact checkpoint is used), of one of its
+            checkpoints or of a saved model; a GGUF file; or ``hf:owner/name``, a repository of the
+            Hugging Face Hub.
+
+    Raises:
+        FileNotFoundError: if there is no model in the folder.
+        ValueError: if the model or the tokenizer cannot be loaded.
+        ModuleNotFoundError: for a GGUF file, if the package ``gguf`` is missing.
+    """
+    run, path = None, Path(source)
+    if source.startswith(HUB) or source.endswith(".gguf"):
+        model, name = load_model(source), source.removeprefix(HUB)
+    else:
+        folder = model_folder(path)
+        run = next((run for run in map(RunFolder, (path, folder.parent)) if run.exists), None)
+        model, name = load_trained(folder), str(folder)
+    tokenizer = load_tokenizer(name, local=not source.startswith(HUB), ends=False)
+    return OpenedModel(model.eval(), tokenizer, run, name)
