@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fuzzing import fuzzed, mutated, outcome, snapshot
 from softmax_rnn import AttentionSpec
 from softmax_rnn.training import PRESETS, RunConfig
+from softmax_rnn.training.config import load_config
 
 CONFIGS = [
     RunConfig.preset(name, attention=attention).to_dict()
@@ -33,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _check(config: RunConfig, folder: Path) -> None:
     assert RunConfig.from_dict(config.to_dict()) == config
     config.save(folder / "saved.yaml")
-    assert RunConfig.load(folder / "saved.yaml") == config
+    assert load_config(folder / "saved.yaml") == config
     assert isinstance(config.spec, AttentionSpec)
     for step in (0, config.warmup, config.steps - 1):
         assert 0 < config.learning_rate_factor(step) <= 1
@@ -153,7 +154,7 @@ yaml_texts = _yaml().map(lambda text: text.encode("utf-8", "surrogatepass")) | s
 def test_configuration_files(folder: Path, text: bytes) -> None:
     path = folder / "config.yaml"
     path.write_bytes(text)
-    found = outcome(lambda: RunConfig.load(path), names=str(path))
+    found = outcome(lambda: load_config(path), names=str(path))
     assert set(snapshot(folder)) <= {"config.yaml", "saved.yaml"}
     if found.error is None:
         _check(found.value, folder)

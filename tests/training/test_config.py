@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from softmax_rnn.training import PRESETS, RunConfig
+from softmax_rnn.training.config import load_config
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_round_trip(name: str, tmp_path: Path) -> None:
     config = RunConfig.preset(name, attention="taylor:3", seed=7)
     config.save(tmp_path / "config.yaml")
-    assert RunConfig.load(tmp_path / "config.yaml") == config
+    assert load_config(tmp_path / "config.yaml") == config
 
 
 def test_the_papers_settings() -> None:
@@ -104,4 +105,4 @@ def test_files_that_are_no_configuration(tmp_path: Path) -> None:
     ):
         (tmp_path / "config.yaml").write_text(text)
         with pytest.raises(ValueError, match=rf"config\.yaml(.|\n)*{message}"):
-            RunConfig.load(tmp_path / "config.yaml")
+            load_config(tmp_path / "config.yaml")

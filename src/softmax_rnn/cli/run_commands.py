@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.experiments.scales import SCALES
 from softmax_rnn.ops.variants import variants
 from softmax_rnn.training.config import RunConfig
-from softmax_rnn.training.stopping import StopRequest
+from softmax_rnn.training.stopping import StopRequest, time_left
 
 if TYPE_CHECKING:
     from softmax_rnn.experiments.plan import PlannedRun
@@ -159,7 +158,7 @@ def _reproduce(parsed: Namespace) -> int:
     from softmax_rnn.experiments.reproduce import figure_runs, report_figure
     from softmax_rnn.experiments.sweep import trials
 
-    started = time.monotonic()
+    left = time_left(stop_after(parsed))
     experiment, scale, root = FIGURES[parsed.figure], SCALES[parsed.scale], Path(parsed.out)
     fields, rates = parse_fields(parsed.fields), {}
     if parsed.variants is not None:
@@ -176,7 +175,7 @@ def _reproduce(parsed: Namespace) -> int:
         else:
             rates = _chosen_rates(parsed, first, root / scale.name)
             runs = figure_runs(experiment, scale, root, parsed.seeds, fields, rates)
-    return _plan_or_run(parsed, runs, root / scale.name, report, started)
+    return _plan_or_run(parsed, runs, root / scale.name, report, left)
 
 
 def _chosen_rates(parsed: Namespace, runs: Sequence[PlannedRun], root: Path) -> dict[str, float]:
@@ -233,11 +232,11 @@ def _plan_or_run(
     runs: Sequence[PlannedRun],
     root: Path,
     report: Callable[[], None],
-    started: float | None = None,
+    left: Callable[[], float | None] | None = None,
 ) -> int:
     """Print the plan of a set of runs, or execute the runs and report on the finished ones.
 
-    The time limit counts from ``started``, a value of ``time.monotonic()``; by default from now.
+    ``left`` gives the seconds until the time limit, which by default counts from now.
     """
     import softmax_rnn.report.outputs  # noqa: F401 -- a missing package is an error before the runs
     from softmax_rnn.experiments.plan import plan_table, rich_plan
@@ -246,9 +245,7 @@ def _plan_or_run(
     if parsed.dry_run:
         show(rich_plan(plan_table(runs, root, parsed.gpu), parsed.gpu))
         return 0
-    limit = stop_after(parsed)
-    if limit is not None and started is not None:
-        limit = max(limit - (time.monotonic() - started), 1e-3)  # a timer of 0 would never end
+    left = left or time_left(stop_after(parsed))
     try:
         run_all(
             runs,
@@ -256,7 +253,7 @@ def _plan_or_run(
             parallel=parsed.parallel,
             cluster=parsed.cluster,
             cluster_options=parse_fields(parsed.cluster_options),
-            stop_after=limit,
+            stop_after=left(),
         )
     except RunsFailedError:
         if any(run.folder.finished for run in runs):

@@ -62,7 +62,7 @@ def _attention(word: str, layer: dict[str, Any]) -> tuple[str, Variant, dict[str
     if not equals:
         return word, resolve_layer(word, layer), {"attention": word}
     is_file = value.endswith((".yaml", ".yml", ".json")) or Path(value).is_file()
-    found = _read_variant(Path(value)) if is_file else resolve_layer(value)
+    found = read_variant(Path(value)) if is_file else resolve_layer(value)
     found = found._replace(options=found.options.replaced(layer))
     if not may_name(name, found):
         raise ValueError(
@@ -72,7 +72,8 @@ def _attention(word: str, layer: dict[str, Any]) -> tuple[str, Variant, dict[str
     return name, found, {"attention": found.spec.to_dict(), "layer": found.options.to_dict()}
 
 
-def _read_variant(path: Path) -> Variant:
+def read_variant(path: Path) -> Variant:
+    """The attention in a YAML file, as :func:`compare_configs` takes it."""
     if not path.is_file():
         raise ValueError(f"There is no file {path}.")
     fields = parse_yaml(path.read_bytes(), path)

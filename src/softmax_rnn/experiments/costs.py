@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
+from rich.table import Table
 
 from softmax_rnn._utils.errors import require_choice
-from softmax_rnn.training.config import RunConfig
+from softmax_rnn.report.terminal import terminal_table
+from softmax_rnn.training.config import ConversionConfig, RunConfig
 
 # Dense bfloat16 operations per second, from the data sheets.
 GPUS = {"A100-80GB": 312e12, "H100-80GB": 989e12, "H200": 989e12, "L40S": 362e12}
@@ -67,6 +69,70 @@ def cost(config: RunConfig, gpu: str) -> Cost:
         memory_bytes=16.0 * parameters + activations,
         disk_bytes=12.0 * parameters * (config.keep_checkpoints + 1),
     )
+
+
+def conversion_cost(config: ConversionConfig, gpu: str) -> Cost:
+    """Estimate the cost of a conversion's run, as :func:`cost`.
+
+    A run that trains the new attention alone passes each token once through the source (2
+    operations per parameter), and forward and backward through the new attention. Training LoRA's
+    additions takes 4 operations per parameter, training all weights 6, and distillation 2 more.
+    """
+    require_choice("GPU", gpu, GPUS)
+    from softmax_rnn.models.loading import meta_model  # slow to import
+
+    model = meta_model(config.source)
+    sizes = model.config
+    parameters = int(model.num_parameters())
+    rows, width = model.get_input_embeddings().weight.shape
+    matrices = parameters - (0 if sizes.tie_word_embeddings else rows * width)
+    attention = sizes.num_hidden_layers * sizes.hidden_size * config.block_size
+    tokens = config.steps * config.tokens_per_step
+    distilled = config.objective == "language" and config.distillation > 0
+    if config.objective == "transfer":
+        per_token = 2 * matrices + (2 + 6) * attention
+    else:
+        per_token = (4 if config.adapted else 6) * (matrices + attention)
+        per_token += (2 if distilled else 0) * (matrices + attention)
+    copies = 2 if distilled and not config.adapted else 1
+    states = 0 if config.objective == "transfer" or config.adapted else 12 * parameters
+    layers = 1 if config.gradient_checkpointing else sizes.num_hidden_layers
+    logits = 0 if config.objective == "transfer" else 4 * rows
+    micro = config.tokens_per_step // config.accumulation
+    return Cost(
+        parameters=parameters,
+        tokens=tokens,
+        operations=float(tokens * per_token),
+        gpu_hours=tokens * per_token / (GPUS[gpu] * UTILISATION) / 3600,
+        memory_bytes=4.0 * parameters * copies
+        + states
+        + 4.0 * micro * (layers * 14 * sizes.hidden_size + 2 * logits),
+        disk_bytes=4.0 * parameters * 2,
+    )
+
+
+def conversion_table(transfer: ConversionConfig, finetune: ConversionConfig, gpu: str) -> Table:
+    """The stages of a conversion and their costs, for the terminal."""
+    rows = []
+    for name, config in (("transfer", transfer), ("finetune", finetune)):
+        found = conversion_cost(config, gpu)
+        rows.append(
+            [
+                name,
+                count_text(found.parameters),
+                f"{config.batch_size} x {config.block_size}",
+                f"{config.steps:,}",
+                count_text(found.tokens),
+                f"{found.operations:.2e}",
+                hours_text(found.gpu_hours),
+                bytes_text(found.memory_bytes),
+                bytes_text(found.disk_bytes),
+            ]
+        )
+    header = ("stage", "parameters", "tokens/step", "steps", "tokens", "FLOPs", "GPU time")
+    table = terminal_table((*header, "memory", "disk"), rows, left=("stage",))
+    table.title = f"Times on one {gpu} at {UTILISATION:.0%} of its peak; fit and report are short"
+    return table
 
 
 def hours_text(hours: float) -> str:

@@ -7,7 +7,8 @@ function that transformers' ``AttentionInterface`` has under the name ``CONVERTE
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from softmax_rnn.models.converted_cache import KeyValueLayer, StateLayer
 from softmax_rnn.models.converted_record import ConvertedAttention
 from softmax_rnn.models.masks import mask_of_family
 from softmax_rnn.ops.layer_core import AttentionCore, Projected
+from softmax_rnn.ops.operation import attention
 
 CONVERTED = "softmax_rnn_converted"  # the attention's name in transformers, and the model type
 PROBE = "softmax_rnn_probe"  # an attention that notes its calls, while a model is examined
@@ -41,8 +43,48 @@ class _Inputs(NamedTuple):
     cache: Cache | None
 
 
+@dataclass(frozen=True, eq=False)
+class Attending:
+    """What a converted layer is about to compute, for an observer.
+
+    Attributes:
+        layer: the layer.
+        query: [B, H, T, D], rotated.
+        key: [B, Hkv, T, D], rotated.
+        value: [B, Hkv, T, E].
+        inputs: the hidden states.
+        sinks: the family's sinks [H].
+        visible: ``mask`` and ``causal``, as the operation takes them.
+    """
+
+    layer: ConvertedLayer
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    inputs: _Inputs
+    sinks: Tensor | None
+    visible: dict[str, Any]
+
+    def converted(self, **options: Any) -> Tensor:
+        """The converted attention [B, T, H, E]; ``options`` replace arguments of the operation."""
+        return self.layer.converted(self, None, **options)
+
+    def source(self) -> Tensor:
+        """The source's attention, softmax, [B, T, H, E]."""
+        tensors, spec = (self.query, self.key, self.value), self.layer.record.source_spec
+        return attention(*tensors, spec, sink=self.sinks, **self.visible).transpose(1, 2)
+
+
+Observer = Callable[[Attending], Tensor]  # returns the output that the model goes on with
+
+
 class ConvertedLayer(AttentionCore):
-    """The submodule of an attention module: what its spec and options need, and the computation."""
+    """The submodule of an attention module: what its spec and options need, and the computation.
+
+    ``observer`` replaces the computation for a while; see :func:`observed`.
+    """
+
+    observer: Observer | None = None
 
     def __init__(self, record: ConvertedAttention) -> None:
         super().__init__(record.spec, record.options)
@@ -86,6 +128,18 @@ class ConvertedLayer(AttentionCore):
         if inputs.cache is not None and self.record.index < len(inputs.cache.layers):
             cache = inputs.cache.layers[self.record.index]
         mask, causal = self._visible(mask, key, causal, cache)
+        visible = {"mask": mask, "causal": causal}
+        what = Attending(self, query, key, value, inputs, sinks, visible)
+        if self.observer is None:
+            return self.converted(what, cache)
+        if cache is not None:
+            raise ValueError("A converted attention is observed without a cache: use_cache=False.")
+        return self.observer(what)
+
+    def converted(self, what: Attending, cache: Any, **options: Any) -> Tensor:
+        """The attention of the layer's spec; ``options`` are arguments of :meth:`attend`."""
+        query, key, value, inputs = what.query, what.key, what.value, what.inputs
+        options = {**what.visible, **options}
         log_decay, gate = self.decay_and_gate(inputs.hidden_states, key.dtype)
         log_decay, gate = self._with_earlier(log_decay, gate, key, query.shape[2], cache)
         state = cache.state if isinstance(cache, StateLayer) else None
@@ -93,9 +147,8 @@ class ConvertedLayer(AttentionCore):
         gated = value if gate is None else value * gate.unsqueeze(-1)
         ungated = value[:, :, value.shape[2] - query.shape[2] :]
         projected = Projected(q, k, gated, log_decay, ungated, None)
-        options: dict[str, Any] = {"mask": mask, "causal": causal}
-        if sinks is not None:
-            options["sink"] = sinks
+        if what.sinks is not None:
+            options["sink"] = what.sinks
         if isinstance(cache, StateLayer):
             options |= {"state": state, "return_state": True}
             out, cache.state = self.attend(inputs.hidden_states, projected, **options)
@@ -224,6 +277,30 @@ def attend(
     causal = record.causal if is_causal is None else bool(is_causal)
     inputs = kwargs[INPUTS]
     return layer(query, key, value, attention_mask, inputs, causal, s_aux), None
+
+
+def converted_layers(model: nn.Module) -> list[ConvertedLayer]:
+    """The layers of a model whose attention is no longer the source's."""
+    layers = (module for module in model.modules() if isinstance(module, ConvertedLayer))
+    return [layer for layer in layers if layer.spec != layer.record.source_spec]
+
+
+@contextlib.contextmanager
+def observed(model: nn.Module, observer: Observer) -> Iterator[None]:
+    """Let ``observer`` compute the attention of all :func:`converted_layers`."""
+    layers = converted_layers(model)
+    try:
+        for layer in layers:
+            layer.observer = observer
+        yield
+    finally:
+        for layer in layers:
+            layer.observer = None
+
+
+def as_source(what: Attending) -> Tensor:
+    """An observer: the source's attention."""
+    return what.source()
 
 
 class Call(NamedTuple):

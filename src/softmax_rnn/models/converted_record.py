@@ -10,7 +10,7 @@ from typing import Any
 
 from softmax_rnn._utils.errors import shown, unknown
 from softmax_rnn.ops.layer_options import LayerOptions
-from softmax_rnn.ops.spec import INVERSE_SQRT, AttentionSpec
+from softmax_rnn.ops.spec import INVERSE_SQRT, AttentionSpec, Denominator
 
 _FAMILY_OPTIONS: dict[str, Any] = {"qk_dim": None, "rotary": True, "short_convolution": 0}
 
@@ -65,6 +65,12 @@ class ConvertedAttention:
         if self.sinks and denominator == "sum":
             denominator = "sum_plus_sink"
         return dataclasses.replace(spec, scale=scale, denominator=denominator)
+
+    @property
+    def source_spec(self) -> AttentionSpec:
+        """The source's own attention, softmax."""
+        sinks: Denominator = "sum_plus_sink" if self.sinks else "sum"
+        return AttentionSpec(scale=self.scaling, denominator=sinks)
 
     def check(self) -> None:
         """Raise ``ValueError`` for an attention that the family's module cannot have."""

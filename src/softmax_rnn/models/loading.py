@@ -7,11 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from softmax_rnn._utils.errors import missing_extra
 
 HUB = "hf:"  # before the name of a repository of the Hugging Face Hub
+
+
+def meta_model(source: Path | str) -> PreTrainedModel:
+    """The model of :func:`load_model` on the device ``meta``: its sizes, without its weights."""
+    place, options = _place(str(source))
+    options.pop("dtype", None)
+    try:
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False, **options)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # transformers also raises the errors of its parsers
+        raise ValueError(
+            f"Cannot read the configuration of {source}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def load_model(source: Path | str) -> PreTrainedModel:
@@ -26,14 +40,8 @@ def load_model(source: Path | str) -> PreTrainedModel:
         ModuleNotFoundError: for a GGUF file, if the package ``gguf`` is missing.
     """
     name = str(source)
-    options: dict[str, Any] = {"local_files_only": not name.startswith(HUB)}
-    place = name.removeprefix(HUB)
-    if name.endswith(".gguf"):
-        if find_spec("gguf") is None:
-            raise missing_extra("gguf", name, ModuleNotFoundError(name="gguf"))
-        place = str(Path(name).parent)
-        options |= {"gguf_file": Path(name).name, "dtype": torch.float32}
-    else:
+    place, options = _place(name)
+    if "gguf_file" not in options:
         options["use_safetensors"] = True  # a pickle could run any code
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -51,3 +59,14 @@ def load_model(source: Path | str) -> PreTrainedModel:
             names = ", ".join(sorted(found[key])[:5])
             raise ValueError(f"The model of {name} {what} the weights {names}.")
     return model
+
+
+def _place(name: str) -> tuple[str, dict[str, Any]]:
+    """Where a source is, and how transformers reads it."""
+    options: dict[str, Any] = {"local_files_only": not name.startswith(HUB)}
+    if not name.endswith(".gguf"):
+        return name.removeprefix(HUB), options
+    if find_spec("gguf") is None:
+        raise missing_extra("gguf", name, ModuleNotFoundError(name="gguf"))
+    options |= {"gguf_file": Path(name).name, "dtype": torch.float32}
+    return str(Path(name).parent), options

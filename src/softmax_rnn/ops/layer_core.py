@@ -173,25 +173,25 @@ class AttentionCore(LayerPart):
     def attend(self, hidden_states: Tensor, projected: Projected, **options: Any) -> Any:
         """:func:`softmax_rnn.attention` of projected tokens, with this layer's parameters.
 
-        Keys, values and decays may be those of earlier tokens as well, from a cache.
+        ``options`` are further arguments, also in place of the layer's own, such as its sink. Keys,
+        values and decays may be those of earlier tokens as well, from a cache.
         """
         spec = dataclasses.replace(self.spec, input_gate=False)  # project() has applied it
         gate = self._gate(hidden_states)
         skip = self.skip_weight
         if skip is not None:  # the gate comes after it
             spec = dataclasses.replace(spec, output_gate="none")
-        result = attention(
-            *projected[:3],
-            spec,
-            output_gate=gate if skip is None else None,
-            log_decay=projected.log_decay,
-            length_power=None if self.length_logit is None else self.length_logit.sigmoid(),
-            coefficients=self._coefficients(),
-            outside_scale=None if self.outside_logit is None else self.outside_logit.exp(),
-            norm_weight=self.norm_weight,
-            norm_bias=self.norm_bias,
-            **{"sink": self.sink, **options},
-        )
+        own = {
+            "output_gate": gate if skip is None else None,
+            "log_decay": projected.log_decay,
+            "length_power": None if self.length_logit is None else self.length_logit.sigmoid(),
+            "coefficients": self._coefficients(),
+            "sink": self.sink,
+            "outside_scale": None if self.outside_logit is None else self.outside_logit.exp(),
+            "norm_weight": self.norm_weight,
+            "norm_bias": self.norm_bias,
+        }
+        result = attention(*projected[:3], spec, **{**own, **options})
         out, state = result if options.get("return_state") else (result, None)
         if skip is not None:
             v = projected.ungated.repeat_interleave(out.shape[1] // projected.ungated.shape[1], 1)

@@ -49,12 +49,13 @@ def recall_table(runs: Sequence[RunFolder]) -> pd.DataFrame:
     """
     found: dict[tuple[str, int], list[RunFolder]] = {}
     for run in runs:
-        width = run.config.variant.options.qk_dim or run.config.hidden_size // run.config.num_heads
+        config = run.new_model
+        width = config.variant.options.qk_dim or config.hidden_size // config.num_heads
         found.setdefault((label(run), width), []).append(run)
     rows = []
     for (variant, width), seeds in found.items():
         parts = _ORDER.fullmatch(variant)
-        memory = layer_memory(seeds[0].config)
+        memory = layer_memory(seeds[0].new_model)
         accuracies = np.array([run.summary["test_accuracy"] for run in seeds])
         accuracy, low, high = seed_interval(accuracies)
         rows.append(

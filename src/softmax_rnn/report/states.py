@@ -58,7 +58,9 @@ def _losses(ax: Axes, runs: Sequence[RunFolder]) -> None:
     """Draw the final test loss of each variant against the bytes that a layer keeps."""
     grouped = by_variant(runs)
     looks = styles(grouped)
-    memories = {name: layer_memory(next(iter(grouped[name].values())).config) for name in grouped}
+    memories = {
+        name: layer_memory(next(iter(grouped[name].values())).new_model) for name in grouped
+    }
     means: dict[str, tuple[float, float]] = {}
     for variant, seeds in grouped.items():
         memory, color = memories[variant], looks[variant].color

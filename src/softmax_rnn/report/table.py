@@ -48,7 +48,7 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
     rows = []
     for variant, seeds in grouped.items():
         summaries = pd.DataFrame([run.summary for run in seeds.values()])
-        config = next(iter(seeds.values())).config
+        config = next(iter(seeds.values())).new_model
         memory, asked = layer_memory(config), is_task(config.corpus)
         row = {
             "variant": variant,

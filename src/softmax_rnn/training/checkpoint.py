@@ -1,7 +1,9 @@
 """Checkpoints: every process writes weights and optimizer states; find an intact checkpoint.
 
-model.safetensors    all weights, for ``from_pretrained``; a sharded run writes it only at its end
-state/*.safetensors  optimizer states, and the weights of a sharded run; one file per process
+model.safetensors    all weights, for ``from_pretrained``; a sharded run and a conversion write it
+                     only at their end
+state/*.safetensors  optimizer states, and what is trained in a sharded run or a conversion; one
+                     file per process
 progress.json        the unfinished row of metrics
 *.jsonl              the rows so far
 manifest.json        size and hash of every file
@@ -32,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from softmax_rnn._utils.integrity import MANIFEST, damage
 from softmax_rnn._utils.progress import notice
@@ -73,8 +75,8 @@ def read_state(checkpoint: Path, model: PreTrainedModel, optimizer: Optimizer, r
     state = checkpoint / _STATE
     reader = HuggingFaceStorageReader(str(state))
     saved = reader.read_metadata().state_dict_metadata if state.exists() else {}
-    sharded = not (checkpoint / _WEIGHTS).exists()
-    if not sharded:
+    apart = any(key.startswith("model.") for key in saved)
+    if not apart:
         weights: dict[str, Any] = load_file(checkpoint / _WEIGHTS)
         set_model_state_dict(model, weights, options=_WHOLE)
     if any(key.startswith("optimizer.") for key in saved):
@@ -84,7 +86,7 @@ def read_state(checkpoint: Path, model: PreTrainedModel, optimizer: Optimizer, r
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-    tensors = _tensors(model, optimizer, sharded)
+    tensors = _tensors(model, optimizer, apart)
     if not tensors:
         return
     with _raising_own_failure(rank):
@@ -99,7 +101,7 @@ def _tensors(model: PreTrainedModel, optimizer: Optimizer, weights: bool) -> dic
         for key, value in state.items()
     }
     if weights:
-        tensors |= {f"model.{name}": parameter.detach() for parameter, name in names.items()}
+        tensors |= {f"model.{name}": x.detach() for x, name in names.items() if x.requires_grad}
     return tensors
 
 
@@ -186,7 +188,12 @@ def load_trained(folder: Path) -> PreTrainedModel:
     """The model in a folder of :func:`model_folder`; ``ValueError`` if it cannot be loaded."""
     if (folder / _WEIGHTS).exists() or not (folder / _STATE).exists():
         return load_model(folder)
-    model = SoftmaxRNNForCausalLM(SoftmaxRNNConfig.from_pretrained(folder))
+    config = AutoConfig.from_pretrained(folder)
+    if not isinstance(config, SoftmaxRNNConfig):
+        raise ValueError(
+            f"{folder} holds what was trained of a conversion so far: finish the run to use it."
+        )
+    model = SoftmaxRNNForCausalLM(config)
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     with _raising_own_failure(rank=0):
         load(tensors, storage_reader=HuggingFaceStorageReader(str(folder / _STATE)), no_dist=True)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
@@ -29,6 +29,7 @@ from softmax_rnn.sizes import SIZES
 
 Precision = Literal["auto", "fp32", "bf16"]
 Packing = Literal["blocks", "documents"]
+Objective = Literal["language", "transfer"]
 
 # Appendix D; the schedule's horizon is that of the authors' code.
 _PAPER: dict[str, Any] = {
@@ -65,37 +66,21 @@ PRESETS: dict[str, dict[str, Any]] = {
     **{name: {**_size(name), **_PAPER} for name in ("small", "large", "deep")},
 }
 
-_DIVISORS = (
-    ("num_heads", "hidden_size"),
-    ("num_kv_heads", "num_heads"),
-    ("accumulation", "batch_size"),
-    ("log_every", "evaluate_every"),  # so that a resumed run logs the same rows
-    ("log_every", "save_every"),
-)
-
 
 @dataclass(frozen=True)
-class RunConfig:
-    """One training run. The defaults are the ``demo`` preset.
+class TrainingConfig:
+    """What all training runs have: an attention, a corpus, steps.
 
     Attributes:
         attention: a variant's name (``taylor:4`` with an order), or a full specification.
         layer: fields of LayerOptions in place of those of the variant, as in ``--layer.qk_dim 16``.
         seed: draws the initial values and the order of the blocks.
-        hidden_size: width of the residual stream.
-        intermediate_size: width of the MLP; 0 for none.
-        num_layers: decoder layers.
-        num_heads: query heads per layer.
-        num_kv_heads: key/value heads per layer; by default num_heads.
-        vocab_size: rows of the embedding; by default the size of the tokenizer's vocabulary.
-        initializer_range: standard deviation of the initial weights (the paper: 0.02).
         corpus: ``stdlib`` (the source text of Python's standard library), ``torch-headers`` (C++),
             ``docstrings`` (English), a file, folder or glob, ``hf:owner/name[@config]`` of the
             Hugging Face Hub, a prepared corpus's folder, or ``task:NAME?option=value``, a synthetic
-            task in rows of block_size tokens. A task has its own tokens: tokenizer, test_fraction
+            task in rows of block_size tokens. A task has its own tokens: a tokenizer, test_fraction
             and packing do not apply.
         text_column: key or column of the text in JSON lines, Parquet and datasets.
-        tokenizer: ``bytes``, or a Hugging Face tokenizer's name or path.
         end_of_text: the token that ends every document; by default the tokenizer's own.
         block_size: tokens per block.
         test_fraction: share of the documents held out.
@@ -139,17 +124,8 @@ class RunConfig:
     layer: dict[str, Any] = dataclasses.field(default_factory=dict)
     seed: Seed = 0
 
-    hidden_size: PositiveInt = 128
-    intermediate_size: Count = 256
-    num_layers: PositiveInt = 4
-    num_heads: PositiveInt = 4
-    num_kv_heads: PositiveInt | None = None
-    vocab_size: PositiveInt | None = None
-    initializer_range: NonNegative = 0.05
-
     corpus: str = "stdlib"
     text_column: str = "text"
-    tokenizer: str = "bytes"
     end_of_text: str | None = None
     block_size: BlockSize = 256
     test_fraction: Fraction = 0.02
@@ -182,20 +158,24 @@ class RunConfig:
     tensorboard: Annotated[bool, NEUTRAL] = False
     wandb: Annotated[bool, NEUTRAL] = False
 
+    # Pairs of settings, of which the first must divide the second.
+    _divisors: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("accumulation", "batch_size"),
+        ("log_every", "evaluate_every"),  # so that a resumed run logs the same rows
+        ("log_every", "save_every"),
+    )
+
     def __post_init__(self) -> None:
         assert self.variant is not None  # raises for an unknown one
-        for name, value in validated(_fields(), vars(self)).model_dump().items():
+        own: Any = type(self)
+        fields = _fields(own)
+        for name, value in validated(fields, vars(self)).model_dump().items():
             object.__setattr__(self, name, value)  # integers in float fields become floats
-        for divisor, name in _DIVISORS:
+        for divisor, name in self._divisors:
             if getattr(self, name) % (getattr(self, divisor) or 1):
                 raise ValueError(
                     f"{divisor}={getattr(self, divisor)} must divide {name}={getattr(self, name)}."
                 )
-        if (self.hidden_size // self.num_heads) % 2:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} over num_heads={self.num_heads} gives heads of "
-                f"width {self.hidden_size // self.num_heads}; rotary positions need an even one."
-            )
         if self.horizon < self.steps:
             raise ValueError(
                 f"schedule_steps={self.schedule_steps} must be at least steps={self.steps}: "
@@ -261,7 +241,7 @@ class RunConfig:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RunConfig:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of :meth:`to_dict`, from any plain data.
 
         Raises:
@@ -279,6 +259,49 @@ class RunConfig:
         hints = get_type_hints(cls, include_extras=True)
         return [n for n, kind in hints.items() if NEUTRAL in getattr(kind, "__metadata__", ())]
 
+    def save(self, path: Path) -> None:
+        """Write the whole configuration as YAML."""
+        write_text(path, format_yaml(self.to_dict()))
+
+
+@dataclass(frozen=True)
+class RunConfig(TrainingConfig):
+    """One training run of a new model. The defaults are the ``demo`` preset.
+
+    Attributes:
+        tokenizer: ``bytes``, or a Hugging Face tokenizer's name or path.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the MLP; 0 for none.
+        num_layers: decoder layers.
+        num_heads: query heads per layer.
+        num_kv_heads: key/value heads per layer; by default num_heads.
+        vocab_size: rows of the embedding; by default the size of the tokenizer's vocabulary.
+        initializer_range: standard deviation of the initial weights (the paper: 0.02).
+    """
+
+    tokenizer: str = "bytes"
+    hidden_size: PositiveInt = 128
+    intermediate_size: Count = 256
+    num_layers: PositiveInt = 4
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt | None = None
+    vocab_size: PositiveInt | None = None
+    initializer_range: NonNegative = 0.05
+
+    _divisors: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("num_heads", "hidden_size"),
+        ("num_kv_heads", "num_heads"),
+        *TrainingConfig._divisors,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.hidden_size // self.num_heads) % 2:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} over num_heads={self.num_heads} gives heads of "
+                f"width {self.hidden_size // self.num_heads}; rotary positions need an even one."
+            )
+
     @classmethod
     def preset(cls, name: str, **fields: Any) -> RunConfig:
         """A preset by name; ``fields`` override its values."""
@@ -286,25 +309,60 @@ class RunConfig:
             raise unknown("preset", name, PRESETS)
         return cls.from_dict({**PRESETS[name], **fields})
 
-    def save(self, path: Path) -> None:
-        """Write the whole configuration as YAML."""
-        write_text(path, format_yaml(self.to_dict()))
 
-    @classmethod
-    def load(cls, path: Path) -> RunConfig:
-        """Read what :meth:`save` wrote."""
-        data = parse_yaml(path.read_bytes(), path)
-        if not isinstance(data, dict):
-            raise ValueError(f"{path} does not hold a mapping of config keys.")
-        try:
-            return cls.from_dict(data)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+@dataclass(frozen=True)
+class ConversionConfig(TrainingConfig):
+    """One training run of a pretrained model whose attention is converted.
+
+    Attributes:
+        source: the model, as :func:`softmax_rnn.training.opening.open_model` takes it. If it is
+            converted already, its attention must be the run's. Its tokenizer is the run's.
+        layers: indices of the layers to convert; by default all.
+        objective: ``transfer``: the outputs of each converted layer come close to those of softmax
+            attention, on the source's inputs of each layer; only the parameters of the new
+            attention are trained. ``language``: the next token.
+        distillation: of ``language``, the share in the loss of the divergence from the source's
+            predictions; the rest is the cross-entropy.
+        lora_rank: of ``language``, the rank of the additions to linear layers that are trained
+            besides the new attention (LoRA); 0 to train all weights.
+    """
+
+    source: str = ""
+    layers: list[Count] | None = None
+    objective: Objective = "language"
+    distillation: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.5
+    lora_rank: Count = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.source:
+            raise ValueError("source must name a pretrained model.")
+        if self.fsdp:
+            raise ValueError("fsdp=true is for new models: a conversion has a full model per GPU.")
+
+    @property
+    def adapted(self) -> bool:
+        """Whether the run trains LoRA's additions."""
+        return self.objective == "language" and self.lora_rank > 0
+
+
+def load_config(path: Path) -> TrainingConfig:
+    """Read what :meth:`TrainingConfig.save` wrote: a conversion if it has a source."""
+    data = parse_yaml(path.read_bytes(), path)
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} does not hold a mapping of config keys.")
+    try:
+        return (ConversionConfig if "source" in data else RunConfig).from_dict(data)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 @functools.cache
-def _fields() -> type[BaseModel]:
-    """A pydantic model of the fields, from the annotations of :class:`RunConfig`."""
-    hints = {**get_type_hints(RunConfig, include_extras=True), "attention": Any}
-    fields: dict[str, Any] = {name: (kind, ...) for name, kind in hints.items()}
+def _fields(config: Any) -> type[BaseModel]:
+    """A pydantic model of the fields of a class, from its annotations."""
+    hints = get_type_hints(config, include_extras=True)
+    fields: dict[str, Any] = {
+        field.name: (hints[field.name], ...) for field in dataclasses.fields(config)
+    }
+    fields["attention"] = (Any, ...)
     return create_model("RunFields", __config__=ConfigDict(strict=True), **fields)

@@ -40,7 +40,7 @@ from softmax_rnn._utils.validation import Count, NonNegative, PositiveInt, Share
 from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.systems import Variant
-from softmax_rnn.training.config import RunConfig
+from softmax_rnn.training.config import RunConfig, TrainingConfig, load_config
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _ROWS = ("metrics.jsonl", "evaluations.jsonl", "events.jsonl")
@@ -93,9 +93,17 @@ class RunFolder:
         return self.summary_file.exists()
 
     @cached_property
-    def config(self) -> RunConfig:
+    def config(self) -> TrainingConfig:
         """The configuration the run was started with."""
-        return RunConfig.load(self.config_file)
+        return load_config(self.config_file)
+
+    @property
+    def new_model(self) -> RunConfig:
+        """The configuration of a run that trains a new model; ``ValueError`` for a conversion."""
+        config = self.config
+        if not isinstance(config, RunConfig):
+            raise ValueError(f"{self.path} converts a pretrained model; it cannot be compared.")
+        return config
 
     @property
     def metrics(self) -> pd.DataFrame:
@@ -173,13 +181,13 @@ class RunFolder:
         finally:
             lock.release()
 
-    def check_same_config(self, config: RunConfig) -> None:
+    def check_same_config(self, config: TrainingConfig) -> None:
         """Raise ``ValueError`` if the run was started with another configuration.
 
         The fields of an attention may be partly given: those left out have their defaults.
         """
         there, here = _complete(self.config), _complete(config)
-        neutral = {name: here[name] for name in RunConfig.neutral_fields()}
+        neutral = {name: here[name] for name in TrainingConfig.neutral_fields()}
         what, advice = "with another configuration", ", or the same settings"
         self._require_equal({**there, **neutral}, here, what, advice)
         self.check_same_attention()
@@ -214,11 +222,30 @@ class RunFolder:
                 f"{self.path} holds a run {what} ({differing}). Choose another folder{advice}."
             )
 
+    def check_same_source(self, source: str | None) -> None:
+        """Raise ``ValueError`` if the pretrained model is not what it was when the run started."""
+        there, here = self.environment.get("source"), source
+        what = "of another pretrained model: its weights have changed"
+        advice = ", or restore the model"
+        self._require_equal({"SHA-256": there}, {"SHA-256": here}, what, advice)
+
     def record_session(
-        self, session: dict[str, Any], attention: Variant, manifest: dict[str, Any]
+        self,
+        session: dict[str, Any],
+        attention: Variant,
+        manifest: dict[str, Any],
+        source: str | None = None,
     ) -> None:
-        """Write the environment of a session; the first one also records attention and corpus."""
-        fields = {"attention": attention.spec.to_dict(), "layer": attention.options.to_dict()}
+        """Write the environment of a session; the first one also records attention and corpus.
+
+        ``source`` is the hash of a pretrained model's weights.
+        """
+        fields: dict[str, Any] = {
+            "attention": attention.spec.to_dict(),
+            "layer": attention.options.to_dict(),
+        }
+        if source is not None:
+            fields["source"] = source
         record = {**session, **fields, "corpus": manifest}
         if self.exists:
             record = self.environment
@@ -289,7 +316,7 @@ def differences(there: dict[str, Any], here: dict[str, Any], now: str = "now") -
     )
 
 
-def _complete(config: RunConfig) -> dict[str, Any]:
+def _complete(config: TrainingConfig) -> dict[str, Any]:
     """The settings, with every field of an attention that is not a variant's name."""
     fields = config.to_dict()
     if not isinstance(config.attention, str):

@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import default_collate
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from softmax_rnn._utils.files import write_json
 from softmax_rnn._utils.integrity import seal
 from softmax_rnn._utils.progress import ProgressBar, notice
 from softmax_rnn.data import CorpusError, PreparedCorpus, Rows, TaskCorpus
 from softmax_rnn.data.rows import IGNORED
-from softmax_rnn.models import SoftmaxRNNForCausalLM
 from softmax_rnn.models.modeling import checkpoint_activations
 from softmax_rnn.training.checkpoint import (
     PROGRESS,
@@ -37,10 +36,12 @@ from softmax_rnn.training.checkpoint import (
     whole_weights,
     write_state,
 )
-from softmax_rnn.training.config import RunConfig
+from softmax_rnn.training.config import ConversionConfig, TrainingConfig
 from softmax_rnn.training.distributed import gather, of_other_processes, shard, together
 from softmax_rnn.training.folder import RunFolder, append_row, read_rows, step_of
+from softmax_rnn.training.lora import merged_weights
 from softmax_rnn.training.metrics import MetricRows
+from softmax_rnn.training.objectives import objective
 from softmax_rnn.training.optimizer import adamw
 from softmax_rnn.training.stopping import RunStopped, StopRequest, foremost
 
@@ -55,15 +56,16 @@ class NonFiniteError(ArithmeticError):
 class Loop:
     """The steps of one run. All processes of the run execute them and decide together."""
 
-    config: RunConfig
+    config: TrainingConfig
     folder: RunFolder
     corpus: PreparedCorpus | TaskCorpus
     train_rows: Rows
     test_rows: Rows
-    model: SoftmaxRNNForCausalLM  # with its initial weights
+    model: PreTrainedModel  # with its initial weights
     tokenizer: PreTrainedTokenizerBase  # saved with the weights
     accelerator: Accelerator  # of this process
     stop: StopRequest  # checked after every step and test batch
+    source: str | None = None  # the hash of the weights of a pretrained model
     step: int = field(default=0, init=False)  # the number of steps so far
 
     def __post_init__(self) -> None:
@@ -84,9 +86,10 @@ class Loop:
         if config.compile:
             model.compile()
         # Computes the loss of a batch; gradients are averaged over the processes.
-        self.forward: Any = model
+        self.forward: Any = objective(model, config)
         if processes > 1 and not self.sharded:
-            self.forward = accelerator.prepare_model(model)
+            self.forward = accelerator.prepare_model(self.forward)
+        self.converting = isinstance(config, ConversionConfig)
         self.optimizer = adamw(model, config)
         # Of each test row: its mean loss, and the share of its predictions that are wrong.
         self.test_losses: NDArray[np.float64] | None = None
@@ -169,13 +172,11 @@ class Loop:
             batch = self._batch(self.train_rows.drawn_rows(config.seed, start, start + self.share))
             last = part == config.accumulation - 1  # averages gradients over the processes
             if self.sharded:
-                self.forward.set_requires_gradient_sync(last)
+                self.model.set_requires_gradient_sync(last)
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.forward):
                 try:
                     with self._autocast():
-                        loss = self.forward(
-                            **batch, use_cache=False, num_items_in_batch=predicted
-                        ).loss
+                        loss = self.forward(predicted, **batch)
                     (loss * processes).backward()  # gradients are means over the processes
                 except OverflowError as error:
                     if processes > 1:  # the other processes wait for its gradients
@@ -287,14 +288,19 @@ class Loop:
         parts = self.folder.path / f".{name}.parts"  # shared by all processes
         written = parts / name
         may_end = self.config.stop_at_accuracy is not None and self._evaluation_is_due()
-        weights = not self.sharded or may_end or self.step == self.last_step
+        apart = self.sharded or self.converting  # what is trained, in files of its own
+        weights = not apart or may_end or self.step == self.last_step
         try:
             with together(accelerator):
                 self.corpus.check_unchanged()  # else the model was trained on other text
                 written.mkdir(parents=True, exist_ok=True)
             if self.sharded:
                 self.model.reshard()  # an evaluation leaves what is outside the layers gathered
-            state = whole_weights(self.model) if self.sharded and weights else None
+            state = None
+            if weights and self.sharded:
+                state = whole_weights(self.model)
+            elif weights and isinstance(config, ConversionConfig) and config.adapted:
+                state = merged_weights(self.model)
             with together(accelerator):
                 if accelerator.is_main_process:
                     self.tokenizer.save_pretrained(written)
@@ -306,7 +312,8 @@ class Loop:
                         self.model.config.save_pretrained(written)
             with together(accelerator):
                 rank = accelerator.process_index
-                write_state(written, self.model, self.optimizer, rank, weights=not weights)
+                trained = self.converting or not weights
+                write_state(written, self.model, self.optimizer, rank, weights=trained)
             with together(accelerator):
                 if accelerator.is_main_process:
                     progress = {

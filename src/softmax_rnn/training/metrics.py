@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from softmax_rnn._utils.progress import notice
-from softmax_rnn.training.config import RunConfig
+from softmax_rnn.training.config import TrainingConfig
 from softmax_rnn.training.folder import RunFolder, append_row, read_rows
 
 _WINDOW = 15  # rows of the recent past
@@ -22,7 +22,7 @@ _NEEDED_ROWS = _WINDOW + 2  # to decide whether the last row starts a spike
 class MetricRows:
     """Writes the rows of a run, in its first process."""
 
-    config: RunConfig
+    config: TrainingConfig
     folder: RunFolder
     tokens_between: Callable[[int, int], int]  # in training rows between two positions
     seconds: float = 0.0  # time of the steps since the last row

@@ -42,12 +42,23 @@ def open_model(source: str) -> OpenedModel:
         ValueError: if the model or the tokenizer cannot be loaded.
         ModuleNotFoundError: for a GGUF file, if the package ``gguf`` is missing.
     """
-    run, path = None, Path(source)
-    if source.startswith(HUB) or source.endswith(".gguf"):
-        model, name = load_model(source), source.removeprefix(HUB)
+    name, run = tokenizer_name(source), None
+    if _elsewhere(source):
+        model = load_model(source)
     else:
-        folder = model_folder(path)
-        run = next((run for run in map(RunFolder, (path, folder.parent)) if run.exists), None)
-        model, name = load_trained(folder), str(folder)
+        folder = Path(name)
+        places = map(RunFolder, (Path(source), folder.parent))
+        run = next((run for run in places if run.exists), None)
+        model = load_trained(folder)
     tokenizer = load_tokenizer(name, local=not source.startswith(HUB), ends=False)
     return OpenedModel(model.eval(), tokenizer, run, name)
+
+
+def tokenizer_name(source: str) -> str:
+    """The name of the tokenizer of a model that :func:`open_model` opens."""
+    return source.removeprefix(HUB) if _elsewhere(source) else str(model_folder(Path(source)))
+
+
+def _elsewhere(source: str) -> bool:
+    """Whether a source is not a folder."""
+    return source.startswith(HUB) or source.endswith(".gguf")

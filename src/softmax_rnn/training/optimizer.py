@@ -5,14 +5,15 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import AdamW
 
-from softmax_rnn.training.config import RunConfig
+from softmax_rnn.training.config import TrainingConfig
 
 
-def adamw(model: nn.Module, config: RunConfig) -> AdamW:
+def adamw(model: nn.Module, config: TrainingConfig) -> AdamW:
     """AdamW, without weight decay on biases and the norms of the residual stream."""
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
+    trained = ((name, x) for name, x in model.named_parameters() if x.requires_grad)
+    for name, parameter in trained:
         exempt = "bias" in name or "layernorm" in name or name == "model.norm.weight"
         (others if exempt else decayed).append(parameter)
     return AdamW(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from softmax_rnn._utils.files import make_writable, remove_leftovers, write_json
@@ -35,18 +35,21 @@ from softmax_rnn.data import (
     task_tokenizer,
 )
 from softmax_rnn.models import SoftmaxRNNConfig, SoftmaxRNNForCausalLM, initialize
+from softmax_rnn.models.loading import HUB
 from softmax_rnn.training.checkpoint import newest_whole, read_progress
-from softmax_rnn.training.config import RunConfig
+from softmax_rnn.training.config import ConversionConfig, RunConfig, TrainingConfig
+from softmax_rnn.training.conversion import conversion_model
 from softmax_rnn.training.distributed import leaving_its_group, require_a_group, together
 from softmax_rnn.training.environment import environment, peak_memory
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.loop import Loop, NonFiniteError
 from softmax_rnn.training.matmul import widest_float32_products
 from softmax_rnn.training.metrics import loss_spikes
+from softmax_rnn.training.opening import tokenizer_name
 from softmax_rnn.training.stopping import RunStopped, StopRequest
 
 
-def load_corpus(config: RunConfig, *, workers: int | None = None) -> PreparedCorpus:
+def load_corpus(config: TrainingConfig, *, workers: int | None = None) -> PreparedCorpus:
     """The run's corpus, from the cache or tokenised by ``workers`` threads (one per core)."""
     with progress_bar(f"Tokenising {config.corpus}") as progress:
         return prepare(
@@ -61,7 +64,7 @@ def load_corpus(config: RunConfig, *, workers: int | None = None) -> PreparedCor
         )
 
 
-def load_rows(config: RunConfig) -> tuple[PreparedCorpus | TaskCorpus, Rows, Rows]:
+def load_rows(config: TrainingConfig) -> tuple[PreparedCorpus | TaskCorpus, Rows, Rows]:
     """The run's corpus, and its rows for training and testing."""
     for tracker in config.trackers:
         if find_spec(tracker) is None:
@@ -79,10 +82,14 @@ def load_rows(config: RunConfig) -> tuple[PreparedCorpus | TaskCorpus, Rows, Row
     return corpus, train, test
 
 
-def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+def run_tokenizer(config: TrainingConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of the run's corpus."""
     if is_task(config.corpus):
         return task_tokenizer(parse_task(config.corpus, config.block_size).vocab_size)
+    if isinstance(config, ConversionConfig):
+        name, local = tokenizer_name(config.source), not config.source.startswith(HUB)
+        return load_tokenizer(name, end_of_text=config.end_of_text, local=local)
+    assert isinstance(config, RunConfig)
     return load_tokenizer(config.tokenizer, end_of_text=config.end_of_text)
 
 
@@ -115,7 +122,7 @@ def model_config(config: RunConfig, vocab_size: int, end_of_text: int | None) ->
 @widest_float32_products()
 @leaving_its_group()
 def train(
-    config: RunConfig, path: Path, *, resume: bool = False, stop_after: float | None = None
+    config: TrainingConfig, path: Path, *, resume: bool = False, stop_after: float | None = None
 ) -> RunFolder:
     """Run ``config`` in the folder ``path``, or resume it.
 
@@ -148,10 +155,9 @@ def train(
             folder.check_same_corpus(corpus.manifest)
             if folder.finished:
                 return folder
-        model = SoftmaxRNNForCausalLM(
-            model_config(config, corpus.manifest["vocab_size"], corpus.manifest["end_of_text"])
-        )
-        initialize(model, config.seed)
+        model, source = _model(config, corpus)
+        if folder.exists:
+            folder.check_same_source(source)
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()  # it would cover the run's own bar
         make_writable(folder.path)
@@ -165,6 +171,7 @@ def train(
         loop = Loop(
             *(config, folder, corpus, train_rows, test_rows),
             *(model, run_tokenizer(config), accelerator, stop),
+            source=source,
         )
         if config.fsdp and accelerator.num_processes == 1:
             notice(
@@ -184,7 +191,26 @@ def train(
     return folder
 
 
-def _check(folder: RunFolder, config: RunConfig, resume: bool) -> None:
+def _model(
+    config: TrainingConfig, corpus: PreparedCorpus | TaskCorpus
+) -> tuple[PreTrainedModel, str | None]:
+    """The model of a run with its initial weights, and the hash of its source if it has one."""
+    size = corpus.manifest["vocab_size"]
+    if isinstance(config, ConversionConfig):
+        found, source = conversion_model(config)
+        if size > found.config.vocab_size:
+            raise ValueError(
+                f"{config.corpus} has {size} ids, more than the {found.config.vocab_size} of the "
+                f"model {config.source}."
+            )
+        return found, source
+    assert isinstance(config, RunConfig)
+    model = SoftmaxRNNForCausalLM(model_config(config, size, corpus.manifest["end_of_text"]))
+    initialize(model, config.seed)
+    return model, None
+
+
+def _check(folder: RunFolder, config: TrainingConfig, resume: bool) -> None:
     if folder.exists:
         folder.check_same_config(config)
         if not folder.finished and not resume:
@@ -197,7 +223,7 @@ def _check(folder: RunFolder, config: RunConfig, resume: bool) -> None:
 
 
 @contextlib.contextmanager
-def _tracking(accelerator: Accelerator, config: RunConfig, path: Path) -> Iterator[None]:
+def _tracking(accelerator: Accelerator, config: TrainingConfig, path: Path) -> Iterator[None]:
     """Start the configured trackers, TensorBoard and Weights & Biases; finish them at the end."""
     if not config.trackers:
         yield
@@ -212,7 +238,7 @@ def _tracking(accelerator: Accelerator, config: RunConfig, path: Path) -> Iterat
             tracker.finish()
 
 
-def _flat(config: RunConfig) -> dict[str, Any]:
+def _flat(config: TrainingConfig) -> dict[str, Any]:
     """The settings without mappings and nulls, which TensorBoard does not accept."""
     plain = (int, float, str, bool)
     return {k: v if isinstance(v, plain) else str(v) for k, v in config.to_dict().items()}
@@ -241,7 +267,7 @@ def _make_ready(loop: Loop, resume: bool) -> Path | None:
     session = environment()
     if folder.exists:
         session |= {"start": found.name if found else None, "left_out": skipped}
-    folder.record_session(session, loop.config.variant, loop.corpus.manifest)
+    folder.record_session(session, loop.config.variant, loop.corpus.manifest, loop.source)
     loop.config.save(folder.config_file)
     folder.rewind(found)
     return found

@@ -107,6 +107,13 @@ class StopRequest:
             raise RunStopped(number)
 
 
+def time_left(limit: float | None) -> Callable[[], float | None]:
+    """The seconds that are left of a limit that starts now, more than 0; ``None`` for no limit."""
+    started = time.monotonic()
+    # A timer of 0 would never end.
+    return lambda: None if limit is None else max(limit - (time.monotonic() - started), 1e-3)
+
+
 def foremost(codes: Iterable[int]) -> int:
     """The signal with the highest priority; 0 is none.
 

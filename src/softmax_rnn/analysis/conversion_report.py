@@ -1,0 +1,326 @@
+"""The report on a conversion: losses, heads, decoding, samples."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from softmax_rnn._utils.files import write_json, write_text
+from softmax_rnn._utils.progress import ProgressBar
+from softmax_rnn.analysis.converted_heads import converted_heads, has_both, state_off, window_off
+from softmax_rnn.analysis.decoding import decoding_costs
+from softmax_rnn.analysis.evaluation import losses
+from softmax_rnn.models.converted_layer import observed
+from softmax_rnn.report.figure import save
+from softmax_rnn.report.markdown import table as markdown_table
+from softmax_rnn.report.statistics import paired_difference
+from softmax_rnn.report.style import LOOK
+from softmax_rnn.report.terminal import terminal_table
+from softmax_rnn.training.config import ConversionConfig
+from softmax_rnn.training.environment import environment
+from softmax_rnn.training.matmul import widest_float32_products
+from softmax_rnn.training.opening import open_model
+from softmax_rnn.training.run import load_rows
+
+BLOCKS = 16  # of the test split
+_HEAD_ROWS = 4  # for the figures of heads
+_LENGTHS = tuple(2**n for n in range(5, 13))  # of prompts
+_SAMPLES, _PROMPT, _CONTINUATION = 3, 32, 48  # texts, and tokens of each
+
+_SMALLEST_GAP = 0.01  # nats per token, of which a share is told
+
+_BLUE, _VERMILION, _GRAY = "#0072B2", "#D55E00", "#999999"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A model of a conversion.
+
+    Attributes:
+        name: of the stage, ``source`` for the pretrained model.
+        model: where it is, as :func:`softmax_rnn.training.opening.open_model` takes it.
+    """
+
+    name: str
+    model: str
+
+
+@widest_float32_products()
+def report(
+    stages: Sequence[Stage], config: ConversionConfig, out: Path
+) -> tuple[Table, list[Path]]:
+    """Measure the models of a conversion on the test split of its corpus, and write the report.
+
+    Args:
+        stages: the pretrained model first, then those of the finished stages; the last one is the
+            result.
+        config: the settings of the conversion's runs.
+        out: the folder to write to.
+
+    Returns:
+        The table of losses, and the paths of ``conversion.json`` (all figures), ``heads.csv``,
+        ``conversion.png`` and ``.svg``, and ``conversion.md`` (tables and samples).
+
+    Raises:
+        ValueError: if a model cannot be loaded.
+    """
+    _, _, split = load_rows(config)
+    places = np.linspace(0, len(split) - 1, min(BLOCKS, len(split))).round().astype(int)
+    rows = [split[place] for place in places.tolist()]
+    ids = [row["input_ids"] for row in rows]
+    found = _Findings()
+    for number, stage in enumerate(stages):
+        opened = open_model(stage.model)
+        model, last = opened.model, number == len(stages) - 1
+        for name, context in _modes(model, stage.name, number in (1, len(stages) - 1)):
+            with context, ProgressBar(f"Loss of {name}", len(rows), transient=True) as bar:
+                found.losses[name] = _row_losses(model, rows, bar.update)
+        if number:
+            with ProgressBar(f"Heads of {stage.name}", _HEAD_ROWS, transient=True) as bar:
+                heads = converted_heads(model, ids[:_HEAD_ROWS], bar.update)
+            found.heads.append(heads.assign(stage=stage.name))
+        if number == 0 or last:
+            most = getattr(model.config, "max_position_embeddings", None) or math.inf
+            lengths = [length for length in _LENGTHS if length + 16 <= most]
+            text = torch.cat(ids)
+            text = text.repeat(math.ceil(max(_LENGTHS) / len(text)))
+            with ProgressBar(f"Decoding with {stage.name}", len(lengths), transient=True) as bar:
+                costs = decoding_costs(model, text, lengths, bar.update)
+            found.decoding.append(costs.assign(stage=stage.name))
+            room = int(min(_CONTINUATION, most - _PROMPT))
+            found.samples[stage.name] = _continuations(model, opened.tokenizer, ids, room)
+    prompts = [opened.tokenizer.decode(x[:_PROMPT]) for x in ids[:_SAMPLES]]
+    return _write(found, prompts, config, out)
+
+
+class _Findings:
+    """What was measured, by the name of a stage or of a mode of its model."""
+
+    def __init__(self) -> None:
+        self.losses: dict[str, NDArray[np.float64]] = {}
+        self.heads: list[pd.DataFrame] = []
+        self.decoding: list[pd.DataFrame] = []
+        self.samples: dict[str, list[str]] = {}
+
+    def loss_table(self) -> pd.DataFrame:
+        """One row per model: its loss, the difference from the source, the share of a gap closed.
+
+        The gap is that between the source and the source with the window alone.
+        """
+        names = list(self.losses)
+        source = self.losses[names[0]]
+        alone = next((self.losses[name] for name in names if name.endswith(_STATE_OFF)), None)
+        rows = []
+        for name, values in self.losses.items():
+            difference = paired_difference(values[None], source[None])
+            row = {
+                "model": name,
+                "loss": values.mean(),
+                "difference": difference.mean,
+                "low": difference.low,
+                "high": difference.high,
+            }
+            if alone is not None and (alone - source).mean() > _SMALLEST_GAP:
+                row["gap_closed"] = (alone - values).mean() / (alone - source).mean()
+            rows.append(row)
+        return pd.DataFrame(rows)
+
+
+_STATE_OFF, _WINDOW_OFF = ", state off", ", window off"
+
+
+def _modes(model: PreTrainedModel, name: str, parts: bool) -> Iterator[tuple[str, Any]]:
+    """The names and contexts in which a model's loss is measured."""
+    yield name, nullcontext()
+    if parts and has_both(model):
+        yield name + _STATE_OFF, observed(model, state_off)
+        yield name + _WINDOW_OFF, observed(model, window_off)
+
+
+def _row_losses(
+    model: PreTrainedModel, rows: Sequence[dict[str, Tensor]], progress: Callable[[int], None]
+) -> NDArray[np.float64]:
+    """The mean loss of every row."""
+    found = losses(model, list(rows), progress=progress)
+    sums, counts = (x.double().sum(1).numpy() for x in (found.losses, found.predicted))
+    return sums / counts
+
+
+def _continuations(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Sequence[Tensor], tokens: int
+) -> list[str]:
+    """The likeliest continuations of the first tokens of some rows."""
+    prompts = torch.stack([x[:_PROMPT] for x in ids[:_SAMPLES]]).to(model.device)
+    out = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.eos_token_id or 0,
+    )
+    return tokenizer.batch_decode(out[:, _PROMPT:], skip_special_tokens=True)
+
+
+def _write(
+    found: _Findings, prompts: list[str], config: ConversionConfig, out: Path
+) -> tuple[Table, list[Path]]:
+    table, decoding = found.loss_table(), pd.concat(found.decoding)
+    heads = pd.concat(found.heads)
+    count = len(next(iter(found.losses.values())))
+    data = {
+        "settings": config.to_dict(),
+        "environment": environment(),
+        "rows": count,
+        "losses": _plain(table),
+        "decoding": _plain(decoding),
+        "samples": {"prompts": prompts, **found.samples},
+    }
+    write_json(out / "conversion.json", data)
+    write_text(out / "heads.csv", heads.to_csv(index=False))
+    figures = _draw(table, heads, decoding, out)
+    write_text(out / "conversion.md", _page(table, decoding, prompts, found.samples, config, count))
+    shown = terminal_table(_HEADER, _cells(table), left=_HEADER[:1])
+    shown.caption = _caption(config, count)
+    return shown, [out / "conversion.json", out / "heads.csv", *figures, out / "conversion.md"]
+
+
+_HEADER = ("model", "loss", "minus source [95%]", "gap closed")
+
+
+def _cells(table: pd.DataFrame) -> list[list[str]]:
+    closed = table.get("gap_closed", pd.Series(np.nan, table.index))
+    return [
+        [
+            row["model"],
+            f"{row['loss']:.4f}",
+            f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]",
+            "" if math.isnan(share) else f"{share:.0%}",
+        ]
+        for row, share in zip(table.to_dict("records"), closed, strict=True)
+    ]
+
+
+def _caption(config: ConversionConfig, rows: int) -> str:
+    return (
+        f"Loss in nats per token on {rows} blocks of {config.block_size} tokens of the test split "
+        f"of {config.corpus}. Gap closed: of the difference between the source and the fitted "
+        "model with its state off, which is the source with a window alone. The intervals cover "
+        "test blocks only."
+    )
+
+
+def _page(
+    table: pd.DataFrame,
+    decoding: pd.DataFrame,
+    prompts: list[str],
+    samples: dict[str, list[str]],
+    config: ConversionConfig,
+    rows: int,
+) -> str:
+    wide = decoding.pivot_table(index="tokens", columns="stage")
+    names = list(dict.fromkeys(decoding.stage))
+    costs = [
+        [
+            f"{tokens:,}",
+            *(f"{wide['cache_bytes'][name][tokens] / 2**20:,.2f}" for name in names),
+            *(f"{wide['tokens_per_second'][name][tokens]:,.1f}" for name in names),
+        ]
+        for tokens in wide.index
+    ]
+    header = ["tokens", *(f"MiB, {x}" for x in names), *(f"tokens/s, {x}" for x in names)]
+    texts = []
+    for number, prompt in enumerate(prompts):
+        quoted = {"prompt": prompt, **{name: found[number] for name, found in samples.items()}}
+        texts += [f"**{name}**\n\n    " + x.replace("\n", "\n    ") for name, x in quoted.items()]
+    return (
+        "\n\n".join(
+            [
+                f"# {config.source} with {config.attention}",
+                "![losses, heads, decoding](conversion.png)",
+                markdown_table(_HEADER, _cells(table)),
+                _caption(config, rows),
+                "## Decoding after a prompt",
+                markdown_table(header, costs, left=0),
+                "## Continuations",
+                *texts,
+            ]
+        )
+        + "\n"
+    )
+
+
+def _draw(
+    table: pd.DataFrame, heads: pd.DataFrame, decoding: pd.DataFrame, out: Path
+) -> list[Path]:
+    """Losses, heads and decoding, side by side."""
+    with mpl.rc_context(LOOK):
+        figure = Figure(figsize=(13.5, 4.2), layout="constrained")
+        axes = figure.subplots(1, 4, width_ratios=(1.3, 1.2, 1, 1))
+        _draw_losses(axes[0], table)
+        _draw_heads(figure, axes[1], heads)
+        for ax, column, label, unit in (
+            (axes[2], "cache_bytes", "cache, MiB", 2**20),
+            (axes[3], "tokens_per_second", "tokens per second", 1),
+        ):
+            for (name, costs), color in zip(
+                decoding.groupby("stage", sort=False), (_GRAY, _BLUE), strict=False
+            ):
+                ax.plot(costs.tokens, costs[column] / unit, "o-", color=color, label=name)
+            ax.set_xscale("log", base=2)
+            ax.set_ylim(bottom=0)
+            ax.set_xlabel("tokens before")
+            ax.set_title(label)
+            ax.legend(frameon=False)
+        return save(figure, out / "conversion")
+
+
+def _draw_losses(ax: Axes, table: pd.DataFrame) -> None:
+    places = np.arange(len(table))[::-1]
+    colors = [_VERMILION if "off" in name else _BLUE for name in table.model]
+    colors[0] = _GRAY
+    ax.barh(places, table.loss, color=colors)
+    for place, loss in zip(places, table.loss, strict=True):
+        ax.text(loss, place, f" {loss:.2f}", va="center", fontsize=8)
+    ax.set_yticks(places, table.model)
+    ax.set_xlim(right=1.15 * table.loss.max())
+    ax.grid(axis="y", visible=False)
+    ax.set_title("loss, nats per token")
+
+
+def _draw_heads(figure: Figure, ax: Axes, heads: pd.DataFrame) -> None:
+    """A map of the last stage: the share of the state in each head, else the error."""
+    last = heads[heads.stage == heads.stage.iloc[-1]]
+    shares = last.get("state_share")
+    known = shares is not None and shares.notna().any()
+    column = "state_share" if known else "error"
+    grid = last.pivot_table(index="layer", columns="head", values=column)
+    image = ax.imshow(grid, aspect="auto", cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
+    ax.set_yticks(range(0, len(grid), max(1, len(grid) // 10)))
+    ax.set_yticklabels(grid.index[:: max(1, len(grid) // 10)])
+    ax.grid(False)
+    ax.set_xlabel("head")
+    ax.set_ylabel("layer")
+    ax.set_title("share of the state" if known else "error of the output")
+    figure.colorbar(image, ax=ax)
+
+
+def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """A table's rows for JSON, missing and infinite numbers as nulls."""
+    rows: list[dict[str, Any]] = json.loads(table.to_json(orient="records", double_precision=15))
+    return rows

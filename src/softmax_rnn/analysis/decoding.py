@@ -1,0 +1,70 @@
+"""What decoding costs after a prompt: the bytes of the cache and the time of a token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from softmax_rnn.models.converted_cache import KeyValueLayer, StateLayer
+
+_TOKENS = 8  # that are decoded after each prompt
+
+
+@torch.no_grad()
+def decoding_costs(
+    model: PreTrainedModel,
+    ids: Tensor,
+    lengths: Sequence[int],
+    progress: Callable[[int], None] = lambda done: None,
+) -> pd.DataFrame:
+    """The cache and the speed of a model after prompts of several lengths.
+
+    Args:
+        model: any causal language model.
+        ids: token ids [T], at least as many as the longest prompt.
+        lengths: numbers of tokens of the prompts.
+        progress: called with the number of prompts that are done.
+
+    Returns:
+        One row per length: ``tokens``, ``cache_bytes``, ``tokens_per_second`` (the median of 8
+        single tokens).
+    """
+    model.eval()
+    rows = []
+    for done, length in enumerate(lengths, start=1):
+        new_cache = getattr(model, "new_cache", lambda: DynamicCache(config=model.config))
+        cache, prompt = new_cache(), ids[None, :length].to(model.device)
+        model.base_model(input_ids=prompt, past_key_values=cache, use_cache=True)
+        size = cache_bytes(cache)
+        seconds = []
+        for _ in range(_TOKENS):
+            started = time.perf_counter()
+            model(input_ids=prompt[:, -1:], past_key_values=cache, use_cache=True)
+            if model.device.type == "cuda":
+                torch.cuda.synchronize(model.device)
+            seconds.append(time.perf_counter() - started)
+        rate = 1 / float(np.median(seconds))
+        rows.append({"tokens": length, "cache_bytes": size, "tokens_per_second": rate})
+        progress(done)
+    return pd.DataFrame(rows)
+
+
+def cache_bytes(cache: Cache) -> int:
+    """The size of a cache's tensors."""
+    return sum(_layer_bytes(layer) for layer in cache.layers)
+
+
+def _layer_bytes(layer: object) -> int:
+    if isinstance(layer, StateLayer):
+        return 0 if layer.state is None else layer.state.nbytes
+    if isinstance(layer, KeyValueLayer):
+        return sum(x.nbytes for x in layer.held.values())
+    found = (getattr(layer, name, None) for name in ("keys", "values"))
+    return sum(x.nbytes for x in found if isinstance(x, Tensor))

@@ -1,0 +1,231 @@
+"""The conversion of a pretrained model: fit, transfer, finetune, report.
+
+OUT/conversion.yaml    the settings of every stage
+OUT/fitted/            the converted model before any training, with fitted initial values
+OUT/transfer/          the run that trains the new attention to give softmax's outputs
+OUT/finetune/          the run that trains LoRA's additions, or all weights, to predict tokens
+OUT/model/             the result: model and tokenizer
+OUT/heads.csv, ...     the report
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from softmax_rnn._utils.errors import require_choice
+from softmax_rnn._utils.files import make_writable, write_json, write_text
+from softmax_rnn._utils.integrity import MANIFEST, damage, seal
+from softmax_rnn._utils.plain_yaml import format_yaml, parse_yaml
+from softmax_rnn._utils.progress import ProgressBar, notice
+from softmax_rnn.analysis.conversion_report import Stage
+from softmax_rnn.analysis.initial_values import fit_initial_values
+from softmax_rnn.experiments.compare import read_variant
+from softmax_rnn.models.converted_layer import converted_layers
+from softmax_rnn.training.checkpoint import PROGRESS, newest_whole
+from softmax_rnn.training.config import ConversionConfig
+from softmax_rnn.training.conversion import converted_source
+from softmax_rnn.training.folder import RunFolder, differences
+from softmax_rnn.training.run import load_rows, run_tokenizer, train
+from softmax_rnn.training.stopping import StopRequest
+
+_COUNTS = "counts.json"
+_OF_RUNS = (MANIFEST, PROGRESS)  # files of a checkpoint that are no part of a saved model
+STAGES = ("fit", "transfer", "finetune", "report")
+_ROWS = 4  # of text, for fitted initial values
+
+# Settings of both runs, and of each one, in place of those of a ConversionConfig.
+COMMON: dict[str, Any] = {
+    "block_size": 512,
+    "batch_size": 4,
+    "test_fraction": 0.005,
+    "weight_decay": 0.0,
+    "log_every": 5,
+    "evaluate_every": 100,
+    "save_every": 25,
+    "keep_checkpoints": 1,
+}
+TRANSFER: dict[str, Any] = {"objective": "transfer", "steps": 100, "learning_rate": 1e-2}
+FINETUNE: dict[str, Any] = {"objective": "language", "steps": 200, "learning_rate": 5e-4}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion: its folder, and the settings of its two runs.
+
+    ``transfer`` has the pretrained model as its source; each run starts from the stage before.
+    """
+
+    out: Path
+    transfer: ConversionConfig
+    finetune: ConversionConfig
+
+    @classmethod
+    def of(
+        cls,
+        source: str,
+        out: Path,
+        attention: str,
+        corpus: str,
+        *,
+        fields: Mapping[str, Any],
+        transfer: Mapping[str, Any],
+        finetune: Mapping[str, Any],
+    ) -> Conversion:
+        """A conversion of ``source``.
+
+        Args:
+            source: the pretrained model, as :func:`softmax_rnn.training.opening.open_model` takes
+                it.
+            out: the folder of its results.
+            attention: a variant's name, or a YAML file as ``compare`` takes it.
+            corpus: the text to train on.
+            fields: settings of both runs, fields of :class:`ConversionConfig`.
+            transfer: settings of the first run only.
+            finetune: settings of the second run only.
+
+        Raises:
+            ValueError: for an invalid setting.
+        """
+        both = {**COMMON, **fields, "corpus": corpus, "source": source, "attention": attention}
+        if attention.endswith((".yaml", ".yml", ".json")):
+            found = read_variant(Path(attention))
+            both |= {"attention": found.spec.to_dict(), "layer": found.options.to_dict()}
+        return cls(
+            out,
+            ConversionConfig.from_dict({**both, **TRANSFER, **transfer}),
+            ConversionConfig.from_dict({**both, **FINETUNE, **finetune}),
+        )
+
+    @property
+    def fitted(self) -> Path:
+        """The folder of the model before training."""
+        return self.out / "fitted"
+
+    @property
+    def model(self) -> Path:
+        """The folder of the result."""
+        return self.out / "model"
+
+    @cached_property
+    def transfer_run(self) -> RunFolder:
+        """The folder of the first run."""
+        return RunFolder(self.out / "transfer")
+
+    @cached_property
+    def finetune_run(self) -> RunFolder:
+        """The folder of the second run."""
+        return RunFolder(self.out / "finetune")
+
+    @property
+    def models(self) -> list[Stage]:
+        """The models of the finished stages, the pretrained one first."""
+        found = [Stage("source", self.transfer.source), Stage("fit", str(self.fitted))]
+        runs = {"transfer": self.transfer_run, "finetune": self.finetune_run}
+        return found + [Stage(name, str(run.path)) for name, run in runs.items() if run.finished]
+
+    def execute(
+        self, stages: Sequence[str], left: Callable[[], float | None] = lambda: None
+    ) -> None:
+        """Execute the training stages, each unless it is finished.
+
+        Args:
+            stages: of :data:`STAGES`; a stage that is left out must be finished if a later one
+                needs it.
+            left: the seconds after which to stop as by a signal; ``None`` for no limit.
+
+        Raises:
+            ValueError: for an unknown stage, a folder with another conversion, a stage whose
+                predecessor is missing; else as :func:`softmax_rnn.training.train`.
+        """
+        for stage in stages:
+            require_choice("stage", stage, STAGES)
+        make_writable(self.out)
+        self._check_settings()
+        if "fit" in stages and not (self.fitted / MANIFEST).exists():
+            with StopRequest(left()):
+                self._fit()
+        if wrong := damage(self.fitted):
+            raise ValueError(
+                f"{self.fitted} is not whole ({wrong}): remove it, and run the stage 'fit'."
+            )
+        counts = json.loads((self.fitted / _COUNTS).read_text(encoding="utf-8"))
+        transferable = counts["new_parameters"] > 0
+        start = self.transfer_run.path if transferable else self.fitted
+        if "transfer" in stages and not transferable:
+            notice("The new attention has no parameters of its own: the stage transfer is skipped.")
+        elif "transfer" in stages:
+            config = dataclasses.replace(self.transfer, source=str(self.fitted))
+            train(config, self.transfer_run.path, resume=True, stop_after=left())
+        if "finetune" in stages:
+            if transferable and not self.transfer_run.finished:
+                raise ValueError(f"{start} is not finished: run the stage 'transfer' first.")
+            config = dataclasses.replace(self.finetune, source=str(start))
+            train(config, self.finetune_run.path, resume=True, stop_after=left())
+            self._publish()
+
+    def _check_settings(self) -> None:
+        """Save the settings; raise ``ValueError`` if the folder has a conversion with others."""
+        file = self.out / "conversion.yaml"
+        runs = {"transfer": self.transfer.to_dict(), "finetune": self.finetune.to_dict()}
+        if not file.exists():
+            write_text(file, format_yaml(runs))
+            return
+        found = parse_yaml(file.read_bytes(), file)
+        for name, settings in runs.items():
+            there = found.get(name) if isinstance(found, dict) else None
+            if not isinstance(there, dict) or there.keys() != settings.keys():
+                raise ValueError(f"{file} is not what a conversion has written.")
+            neutral = {key: settings[key] for key in ConversionConfig.neutral_fields()}
+            if differing := differences({**there, **neutral}, settings):
+                raise ValueError(
+                    f"{self.out} holds a conversion with other settings of {name} ({differing}). "
+                    "Choose another folder, or the same settings."
+                )
+
+    def _fit(self) -> None:
+        """Convert the source, and fit the initial values of the new attention."""
+        _, rows, _ = load_rows(self.transfer)
+        model, _ = converted_source(self.transfer)
+        chosen = np.random.default_rng(self.transfer.seed).integers(len(rows), size=_ROWS)
+        with ProgressBar("Fitting initial values", _ROWS) as bar:
+            fit_initial_values(model, [rows[int(i)]["input_ids"] for i in chosen], bar.update)
+        parts = self.out / ".fitted.parts"
+        shutil.rmtree(parts, ignore_errors=True)
+        model.save_pretrained(parts)
+        run_tokenizer(self.transfer).save_pretrained(parts)
+        own = (p.numel() for layer in converted_layers(model) for p in layer.parameters())
+        counts = {"parameters": model.num_parameters(), "new_parameters": sum(own)}
+        write_json(parts / _COUNTS, counts)
+        seal(parts)
+        parts.rename(self.fitted)
+
+    def _publish(self) -> None:
+        """Link the files of the last checkpoint that belong to a saved model."""
+        checkpoint, _ = newest_whole(self.finetune_run.checkpoints)
+        assert checkpoint is not None
+        parts = self.out / ".model.parts"
+        shutil.rmtree(parts, ignore_errors=True)
+        parts.mkdir()
+        for path in checkpoint.iterdir():
+            if path.is_file() and path.name not in _OF_RUNS and path.suffix != ".jsonl":
+                _link(path, parts / path.name)
+        shutil.rmtree(self.model, ignore_errors=True)
+        parts.rename(self.model)
+
+
+def _link(path: Path, new: Path) -> None:
+    """Give a file a second name; copy it where a disk has no links."""
+    try:
+        os.link(path, new)
+    except OSError:
+        shutil.copyfile(path, new)

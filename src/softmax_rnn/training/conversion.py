@@ -1,0 +1,106 @@
+"""The model of a conversion: pretrained, with new attention, and what is trained of it."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from softmax_rnn.models import convert
+from softmax_rnn.models.converted import ConvertedModel
+from softmax_rnn.models.converted_layer import ConvertedLayer, converted_layers
+from softmax_rnn.training.config import ConversionConfig
+from softmax_rnn.training.lora import add_lora
+from softmax_rnn.training.opening import open_model
+
+
+def conversion_model(config: ConversionConfig) -> tuple[PreTrainedModel, str]:
+    """The model of a run, in float32, and the hash of the source's weights.
+
+    Only what the run trains requires gradients.
+
+    Raises:
+        ValueError: as :func:`converted_source`, and if there is nothing to train.
+    """
+    model, identity = converted_source(config)
+    layers = converted_layers(model)
+    if not layers:
+        raise ValueError(f"attention={config.attention!r} leaves nothing to train: it is softmax.")
+    if config.objective == "transfer" and not has_parameters(model):
+        raise ValueError(
+            f"attention={config.attention!r} has no parameters of its own: objective='transfer' "
+            "has nothing to train."
+        )
+    if config.objective == "transfer" or config.adapted:
+        model.requires_grad_(False)
+    if config.adapted:
+        add_lora(model, config.lora_rank, config.seed)
+    for layer in layers:
+        layer.requires_grad_(True)
+    return model, identity
+
+
+def has_parameters(model: PreTrainedModel) -> bool:
+    """Whether the converted attention of a model has parameters of its own."""
+    return any(True for layer in converted_layers(model) for _ in layer.parameters())
+
+
+def converted_source(config: ConversionConfig) -> tuple[PreTrainedModel, str]:
+    """The source of a run, converted, in float32, and the hash of the source's weights.
+
+    Raises:
+        ValueError: if the source cannot be loaded or converted, has another attention already, or
+            takes fewer tokens than a block has.
+    """
+    model = open_model(config.source).model.float()
+    identity = weights_hash(model)
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is not None and config.block_size > most:
+        raise ValueError(
+            f"block_size={config.block_size} is longer than the {most} tokens that {config.source} "
+            "takes."
+        )
+    _drop_nothing(model)
+    if isinstance(model, ConvertedModel):
+        _check_attention(model, config)
+    else:
+        with torch.random.fork_rng():
+            torch.manual_seed(config.seed)
+            model = convert(model, config.spec, config.layers, config.variant.options)
+    return model, identity
+
+
+def _check_attention(model: ConvertedModel, config: ConversionConfig) -> None:
+    """Raise ``ValueError`` unless the converted layers have the run's attention."""
+    wanted = config.spec.to_dict(), config.variant.options.to_dict()
+    parts = [part for part in model.modules() if isinstance(part, ConvertedLayer)]
+    for place, part in enumerate(parts):
+        chosen = config.layers is None or place in config.layers
+        is_source = part.spec == part.record.source_spec
+        found = part.record.attention, part.record.layer_options
+        if (chosen and found != wanted) or (not chosen and not is_source):
+            raise ValueError(
+                f"{config.source} is converted already, with another attention in layer {place}: "
+                f"{part.spec}. Give its attention and layers, or a source that is not converted."
+            )
+
+
+def _drop_nothing(model: PreTrainedModel) -> None:
+    """Set every dropout to 0: a converted attention has none, and a teacher should have none."""
+    for owner in (model.config, *model.modules()):
+        for name, value in list(vars(owner).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(owner, name, 0.0)
+        if isinstance(owner, nn.Dropout):
+            owner.p = 0.0
+
+
+def weights_hash(model: PreTrainedModel) -> str:
+    """SHA-256 of all weights, by which a resumed run knows its source."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
+        digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()

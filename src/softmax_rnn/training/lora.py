@@ -1,0 +1,68 @@
+"""Low-rank additions to a model's linear layers (LoRA), by the package ``peft``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from softmax_rnn._utils.errors import missing_extra
+from softmax_rnn.models.converted_layer import ConvertedLayer
+
+_NAME = "default"  # peft's own for a single adapter
+
+
+def add_lora(model: PreTrainedModel, rank: int, seed: int) -> None:
+    """Add matrices of rank ``rank``, scaled by 2, to the linear layers of the base model.
+
+    Those of a converted attention's own parts get none, nor does the output layer.
+    """
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise missing_extra("convert", "lora_rank > 0", error) from error
+    parts = [part for part in model.base_model.modules() if isinstance(part, ConvertedLayer)]
+    own = {module for part in parts for module in part.modules()}
+    names = [
+        name
+        for name, module in model.base_model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module not in own
+    ]
+    if not names:
+        raise ValueError(f"lora_rank={rank}: {type(model).__name__} has no linear layers; give 0.")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        settings = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names)
+        peft.inject_adapter_in_model(settings, model)
+
+
+def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights under the names that they have without the additions, which they contain."""
+    from peft.tuners.lora import LoraLayer
+
+    layers: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
+    }
+    added = {
+        f"{name}.base_layer.weight": layer.get_delta_weight(_NAME).detach()
+        for name, layer in layers.items()
+    }
+    return {
+        name.replace(".base_layer.", "."): weight + added[name] if name in added else weight
+        for name, weight in model.state_dict().items()
+        if ".lora_" not in name
+    }
+
+
+@contextlib.contextmanager
+def without_lora(model: nn.Module) -> Iterator[None]:
+    """The model without its additions."""
+    from peft.helpers import rescale_adapter_scale
+
+    with rescale_adapter_scale(model, 0.0):
+        yield

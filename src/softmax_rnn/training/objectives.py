@@ -1,0 +1,115 @@
+"""What a run minimises: modules that compute the loss of a batch, each a share of the mean."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from softmax_rnn.data.rows import IGNORED
+from softmax_rnn.models.converted_layer import Attending, as_source, observed
+from softmax_rnn.training.config import ConversionConfig, TrainingConfig
+from softmax_rnn.training.lora import without_lora
+
+
+class NextToken(nn.Module):
+    """The cross-entropy of the next token."""
+
+    def __init__(self, model: PreTrainedModel, config: TrainingConfig) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, predicted: int, **batch: Tensor) -> Tensor:
+        """The loss of these rows; ``predicted`` tokens are predicted in the whole batch."""
+        return self.model(**batch, use_cache=False, num_items_in_batch=predicted).loss
+
+
+class AttentionTransfer(nn.Module):
+    """How far each converted layer is from the source's attention, on the source's inputs.
+
+    Of each row, layer and head: the squared error of the output over that of zeros; then means.
+    One pass through the source's layers gives all errors, since every layer hands on the output of
+    softmax (attention transfer of LoLCATs, Zhang et al., 2024).
+    """
+
+    def __init__(self, model: PreTrainedModel, config: TrainingConfig) -> None:
+        super().__init__()
+        self.model, self.rows = model, config.batch_size
+
+    def forward(self, predicted: int, **batch: Tensor) -> Tensor:
+        """The loss of these rows."""
+        batch.pop("labels")
+        shown = batch.get("attention_mask")
+        errors: list[Tensor] = []
+
+        def compare(what: Attending) -> Tensor:
+            with torch.no_grad():
+                expected = what.source()
+            errors.append(relative_errors(what.converted(), expected, shown).mean(1))
+            return expected
+
+        with observed(self.model, compare):
+            self.model.base_model(**batch, use_cache=False)
+        return torch.stack(errors).mean(0).sum() / self.rows
+
+
+class Distillation(nn.Module):
+    """The cross-entropy of the next token, mixed with the divergence from the source's prediction.
+
+    The source is the same model with softmax attention and without LoRA's additions, or a copy of
+    it if all weights are trained.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: ConversionConfig) -> None:
+        super().__init__()
+        self.model, self.share = model, config.distillation
+        whole = self.share > 0 and not config.lora_rank
+        # In a list, so that it is no part of this module.
+        self.copies = [copy.deepcopy(model).requires_grad_(False)] if whole else []
+
+    def forward(self, predicted: int, **batch: Tensor) -> Tensor:
+        """The loss of these rows; ``predicted`` tokens are predicted in the whole batch."""
+        labels = batch.pop("labels")[:, 1:].flatten()
+        logits = self._logits(self.model, batch)
+        loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        if self.share:
+            with torch.no_grad():
+                expected = self._source_logits(batch).log_softmax(-1)[labels != IGNORED]
+            found = logits[labels != IGNORED].log_softmax(-1)
+            divergence = F.kl_div(found, expected, reduction="sum", log_target=True)
+            loss = (1 - self.share) * loss + self.share * divergence
+        return loss / predicted
+
+    def _logits(self, model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+        return model(**batch, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+
+    def _source_logits(self, batch: dict[str, Tensor]) -> Tensor:
+        if self.copies:
+            with observed(self.copies[0], as_source):
+                return self._logits(self.copies[0], batch)
+        with observed(self.model, as_source), without_lora(self.model):
+            return self._logits(self.model, batch)
+
+
+def relative_errors(found: Tensor, expected: Tensor, shown: Tensor | None = None) -> Tensor:
+    """The squared error of outputs over their squares, per row and head: [B, T, H, E] to [B, H].
+
+    ``shown`` [B, T] is 0 at padding, which does not count.
+    """
+    squares = torch.stack((found - expected, expected)).float().square().sum(-1)
+    if shown is not None:
+        squares = squares.masked_fill(shown[..., None] == 0, 0.0)
+    error, size = squares.sum(2)
+    return error / size.clamp(min=torch.finfo(size.dtype).tiny)
+
+
+def objective(model: PreTrainedModel, config: TrainingConfig) -> nn.Module:
+    """The module whose output a run minimises."""
+    kind: Any = NextToken
+    if isinstance(config, ConversionConfig):
+        kind = {"transfer": AttentionTransfer, "language": Distillation}[config.objective]
+    return kind(model, config)
