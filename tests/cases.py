@@ -76,12 +76,27 @@ WIDENED: dict[str, sr.AttentionSpec] = {
         **{"decay": "channel", "denominator": "length", "feature_map": "elu1"},
     ),
     "window_power": sr.AttentionSpec(series="power", order=3, window=5, norm="l2"),
+    "window_taylor_first": sr.AttentionSpec(
+        series="taylor", order=2, window=6, global_keys=3, outside="series"
+    ),
+    "window_linear_first_token": sr.AttentionSpec(
+        **{"series": "power", "order": 1, "window": 4, "global_keys": 9, "outside": "series"},
+        **{"decay": "token", "denominator": "sum_plus_sink", "feature_map": "elu1"},
+    ),
+    "window_polynomial_first_channel": sr.AttentionSpec(
+        **{"series": "polynomial", "order": 2, "window": 1, "global_keys": 2, "outside": "series"},
+        **{"decay": "channel", "denominator": "learned_length", "norm": "rms"},
+    ),
+    "window_square_first_head": sr.AttentionSpec(
+        **{"series": "power", "order": 2, "window": 5, "global_keys": 1, "outside": "series"},
+        **{"decay": "head", "norm": "l2"},
+    ),
 }
 
 
 # The variants of the operation for any queries and keys. The others are for features of the layer's
 # own, without which their row sums cross zero (test_systems.py).
-_FOR_FEATURES = {"performer", "rfa", "cosformer", "hedgehog"}
+_FOR_FEATURES = {"performer", "rfa", "cosformer", "hedgehog", "lolcats"}
 VARIANTS = tuple(name for name in sr.variants() if name not in _FOR_FEATURES)
 
 
@@ -106,6 +121,7 @@ class Shape:
     keys: int = 41
     width: int = 8
     value_width: int = 6
+    outside_width: int | None = None  # of queries and keys outside a window; None for the same ones
 
 
 @dataclass(frozen=True)
@@ -194,6 +210,10 @@ def make_case(
         tensors["sink"] = normal(h)
     if spec.outside == "series":
         tensors["outside_scale"] = normal(h).exp()
+        if (width := shape.outside_width) is not None:
+            width = shape.width if spec.decay == "channel" else width
+            tensors["outside_q"] = spread * normal(b, h, t, width)
+            tensors["outside_k"] = spread * normal(b, g, s, width)
     if spec.norm in ("rms", "layer"):
         tensors["norm_weight"] = 1 + 0.3 * normal(shape.value_width)
     if spec.norm == "layer":
@@ -203,6 +223,9 @@ def make_case(
     if mask == "padding":
         shown = torch.ones(b, 1, 1, s, dtype=torch.bool)
         shown[-1, ..., : s // 4] = False
+    elif mask == "gaps":  # more than a window may be hidden
+        shown = torch.rand(b, 1, 1, s, generator=generator) > 0.5
+        shown[0, ..., s // 4 : s // 2] = False
     elif mask == "heads":  # each head sees some keys
         shown = torch.rand(b, h, 1, s, generator=generator) > 0.4
     elif mask == "full":

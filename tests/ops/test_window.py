@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,49 +13,120 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from cases import WIDENED, Case, Shape, assert_close, make_case
+from softmax_rnn.ops import reference
 
 NAMES = [name for name, spec in WIDENED.items() if spec.outside == "series"]
 SPLITS = [(40,), (1,) * 40, (17, 1, 22), (3, 30, 7)]
 
 
-def drawn(name: str, mask: str = "none") -> Case:
-    return make_case(WIDENED[name], mask=mask, shape=Shape(queries=40, keys=40))
+PER_TOKEN = ("q", "k", "v", "log_decay", "outside_q", "outside_k")
+EVERY = [(name, width) for name in NAMES for width in (None, 5)]
+every_series = pytest.mark.parametrize(("name", "width"), EVERY)
+
+
+def drawn(
+    name: str,
+    mask: str = "none",
+    width: int | None = None,
+    shape: Shape = Shape(queries=40, keys=40),
+) -> Case:
+    """A case; ``width`` is that of other queries and keys outside the window."""
+    shape = dataclasses.replace(shape, outside_width=width)
+    return make_case(WIDENED[name], mask=mask, shape=shape)
 
 
 def pieces(case: Case, start: int, stop: int) -> dict[str, Any]:
     """The inputs of some positions."""
     found: dict[str, Tensor] = {}
     for key, x in case.tensors.items():
-        per_token = key in ("q", "k", "v") or (key == "log_decay" and x.ndim > 1)
+        per_token = key in PER_TOKEN and x.ndim > 1
         found[key] = x[:, :, start:stop] if per_token else x
     if case.mask is not None:
         found["mask"] = case.mask[..., start:stop]
     return found
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("mask", ["none", "padding"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_state_at_any_split(name: str, mask: str, split: tuple[int, ...]) -> None:
-    case = drawn(name, mask)
-    expected = case.run(sr.attention, form="dense")
-    inputs = {key: x.clone().requires_grad_() for key, x in case.tensors.items()}
+def by_states(
+    case: Case, split: Sequence[int], dtype: torch.dtype = torch.float64, **options: Any
+) -> dict[str, Tensor]:
+    """The outputs by states, and every gradient."""
+    inputs = {key: x.to(dtype).requires_grad_() for key, x in case.tensors.items()}
     tracked = dataclasses.replace(case, tensors=inputs)
-    outs, state, start = [], None, 0
-    for length in split:
+    outs, state = [], None
+    ends = [0, *itertools.accumulate(split)]
+    for start, stop in itertools.pairwise(ends):
         out, state = sr.attention(
-            spec=case.spec, state=state, return_state=True, **pieces(tracked, start, start + length)
+            spec=case.spec,
+            state=state,
+            return_state=True,
+            **pieces(tracked, start, stop),
+            **options,
         )
         outs.append(out)
-        start += length
     out = torch.cat(outs, dim=2)
-    grads = torch.autograd.grad(out, list(inputs.values()), case.upstream)
-    assert_close({"out": out.detach(), **dict(zip(inputs, grads, strict=True))}, expected, 1e-10)
+    grads = torch.autograd.grad(
+        out, list(inputs.values()), case.upstream.to(dtype), materialize_grads=True
+    )
+    return {"out": out.detach(), **dict(zip(inputs, grads, strict=True))}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_state_keeps_its_size(name: str) -> None:
-    case = drawn(name)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("mask", ["none", "padding", "gaps"])
+@every_series
+def test_a_state_at_any_split(
+    name: str, width: int | None, mask: str, split: tuple[int, ...]
+) -> None:
+    case = drawn(name, mask, width)
+    expected = case.run(sr.attention, form="dense")
+    assert_close(by_states(case, split), expected, 1e-10)
+
+
+@pytest.mark.parametrize("mask", ["none", "gaps", "full"])
+@every_series
+def test_the_reference_in_every_form(name: str, width: int | None, mask: str) -> None:
+    """Sequences that are shorter than the window and its first keys, and longer ones."""
+    for queries, keys in ((4, 4), (17, 19)):
+        case = drawn(name, mask, width, Shape(2, 2, 1, queries, keys, width=3, value_width=2))
+        expected = case.run(reference.attention)
+        for form in case.forms:
+            assert_close(case.run(sr.attention, form=form), expected, 1e-10, form)
+        if mask != "full" and queries == keys:
+            for split in ((queries,), (1,) * queries):
+                assert_close(by_states(case, split), expected, 1e-10, str(split))
+
+
+@every_series
+def test_keys_before_the_queries_of_a_piece(name: str, width: int | None) -> None:
+    """The first tokens of a piece may be keys alone: then the queries are its last ones."""
+    case = drawn(name, width=width)
+    expected = sr.attention(spec=case.spec, **pieces(case, 0, 40), form="dense")
+    _, state = sr.attention(spec=case.spec, return_state=True, **pieces(case, 0, 15))
+    given = pieces(case, 15, 40)
+    given |= {key: given[key][:, :, -3:] for key in ("q", "outside_q") if key in given}
+    out, state = sr.attention(spec=case.spec, state=state, return_state=True, **given)
+    assert state.tokens == 40
+    torch.testing.assert_close(out, expected[:, :, -3:], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("size", [1e-8, 1.0, 30.0, 1e4])
+@every_series
+def test_states_at_any_size(name: str, width: int | None, size: float) -> None:
+    """In float32 and bfloat16, with rows that see no key: finite, gradients as well."""
+    if not WIDENED[name].bounded and size > 1:
+        pytest.skip("exp overflows")
+    case = drawn(name, "padding", width)
+    for key in ("q", "k", "outside_q", "outside_k"):
+        if key in case.tensors:
+            case.tensors[key].mul_(size)
+    for dtype in (torch.float32, torch.bfloat16):
+        for split in ((40,), (3, 30, 7)):
+            for found in (case.run(sr.attention, dtype), by_states(case, split, dtype)):
+                assert all(x.isfinite().all() for x in found.values())
+
+
+@every_series
+def test_a_state_keeps_its_size(name: str, width: int | None) -> None:
+    case = drawn(name, width=width)
     sizes = set()
     state = None
     for start in range(0, 40, 4):

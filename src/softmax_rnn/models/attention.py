@@ -77,7 +77,7 @@ class LlamaAttention(Attention):
     def _extend(self, projected: Projected, cache: Cache) -> Projected:
         """Add the tokens to a key/value cache, and return the earlier ones as well.
 
-        Log decays are further channels of the cached keys.
+        The keys outside a window and log decays are further channels of the cached keys.
 
         Raises:
             ValueError: with a short convolution, whose last inputs no such cache holds, unless
@@ -88,15 +88,17 @@ class LlamaAttention(Attention):
                 f"A {type(cache).__name__} does not hold the last inputs of a short convolution: "
                 "use a RecurrentCache (for a finite series), or use_cache=False."
             )
-        k, log_decay = projected.k, projected.log_decay
-        if log_decay is None or log_decay.ndim == 1:  # none, or the same for every token
-            k, v = cache.update(k, projected.v, self.layer_idx)
-            return projected._replace(k=k, v=v)
-        decays = log_decay.reshape(*k.shape[:3], -1)
-        k, v = cache.update(torch.cat((k, decays), dim=-1), projected.v, self.layer_idx)
-        k, decays = k.split([projected.k.shape[-1], decays.shape[-1]], dim=-1)
-        log_decay = decays.reshape(*k.shape[:3], *log_decay.shape[3:])
-        return projected._replace(k=k, v=v, log_decay=log_decay)
+        log_decay = projected.log_decay
+        fixed = log_decay is None or log_decay.ndim == 1  # the same for every token
+        parts = [projected.k, projected.outside_k, None if fixed else log_decay]
+        found = [x.reshape(*projected.k.shape[:3], -1) for x in parts if x is not None]
+        k, v = cache.update(torch.cat(found, dim=-1), projected.v, self.layer_idx)
+        found = list(k.split([x.shape[-1] for x in found], dim=-1))
+        if log_decay is not None and not fixed:
+            decays = found.pop()
+            log_decay = decays.reshape(*k.shape[:3], *log_decay.shape[3:])
+        k, outside_k = found if len(found) == 2 else (found[0], None)
+        return projected._replace(k=k, v=v, log_decay=log_decay, outside_k=outside_k)
 
     def _is_causal(self, mask: Tensor | None, projected: Projected, cache: Cache | None) -> bool:
         """Whether the operation has to hide later keys; a full mask hides them itself.

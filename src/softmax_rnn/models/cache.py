@@ -15,8 +15,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from softmax_rnn._utils.files import file_aside
 from softmax_rnn.ops.dispatch import FORMS, forms
+from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.row_sums import compute_dtype
-from softmax_rnn.ops.layer_maps import key_width
+from softmax_rnn.ops.layer_maps import key_widths
+from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.monomials import state_size
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State
@@ -155,12 +157,7 @@ def recurrent_bytes(config: Any, dtype: torch.dtype, batch: int = 1) -> int | No
     if not any(FORMS[form].stateful for form in forms(spec)):
         return None
     options, kv_heads = config.options, config.num_key_value_heads
-    width = key_width(options, config.head_dim)
-    size = kv_heads * state_size(spec, width, config.head_dim) * compute_dtype(dtype).itemsize
-    if spec.window is not None:
-        decays = _decays(spec, width) or int(spec.decay == "head")
-        kept = (width + config.head_dim) * dtype.itemsize + decays * 8  # float64
-        size += spec.window * (kv_heads * kept + 1)
+    size = state_bytes(spec, options, kv_heads, config.head_dim, config.head_dim, dtype)
     if options.short_convolution:  # of queries, keys and values
         qk_dim = options.qk_dim or config.head_dim
         channels = (config.num_attention_heads + kv_heads) * qk_dim + kv_heads * config.head_dim
@@ -168,11 +165,32 @@ def recurrent_bytes(config: Any, dtype: torch.dtype, batch: int = 1) -> int | No
     return batch * config.num_hidden_layers * size
 
 
+def state_bytes(
+    spec: AttentionSpec,
+    options: LayerOptions,
+    kv_heads: int,
+    head_dim: int,
+    value_width: int,
+    dtype: torch.dtype,
+) -> int:
+    """Bytes of a layer's sums and of the keys that it keeps besides, for one row of a batch."""
+    width, outside = key_widths(spec, options, head_dim)
+    sums = state_size(spec, outside or width, value_width)
+    size = kv_heads * sums * compute_dtype(dtype).itemsize
+    decays = _decays(spec, width) or int(spec.decay == "head")
+    kept = FEATURE_MAPS[spec.feature_map](torch.empty(1, dtype=dtype)).dtype.itemsize
+    first = (width + value_width) * kept + decays * 8  # float64
+    recent = first + (outside or 0) * kept
+    for keys, each in ((spec.window or 0, recent), (spec.global_keys, first)):
+        size += keys * (kv_heads * each + 1)  # and whether it is visible
+    return size
+
+
 def key_value_bytes(config: Any, dtype: torch.dtype, tokens: int, batch: int = 1) -> int:
     """Bytes of a key/value cache for a model of ``config`` after ``tokens`` tokens."""
     heads = batch * config.num_hidden_layers * config.num_key_value_heads
-    keys = key_width(config.options, config.head_dim)
-    numbers = keys + _decays(config.spec, keys) + config.head_dim
+    keys, outside = key_widths(config.spec, config.options, config.head_dim)
+    numbers = keys + (outside or 0) + _decays(config.spec, keys) + config.head_dim
     return heads * numbers * tokens * dtype.itemsize
 
 

@@ -25,15 +25,13 @@ from transformers.conversion_mapping import (
 )
 
 from softmax_rnn._utils.errors import shown
+from softmax_rnn.models.cache import state_bytes
 from softmax_rnn.models.converted_cache import KeyValueLayer, StateLayer
 from softmax_rnn.models.converted_layer import CONVERTED, ConvertedLayer
 from softmax_rnn.models.converted_record import ConvertedAttention
 from softmax_rnn.models.generation import OwnCacheGeneration
 from softmax_rnn.models.initialization import reset_unloaded
 from softmax_rnn.ops.dispatch import FORMS, forms
-from softmax_rnn.ops.forms.row_sums import compute_dtype
-from softmax_rnn.ops.layer_maps import key_width
-from softmax_rnn.ops.monomials import state_size
 
 # Any other class of configuration reads the keys of id2label as numbers, and fails with this text.
 _GUARD = "a converted attention: import softmax_rnn.models and use an Auto class"
@@ -162,14 +160,13 @@ class ConvertedModel(PreTrainedModel):
 
 def _state_bytes(record: ConvertedAttention, dtype: torch.dtype) -> int | None:
     """Bytes of a layer's state for one row; ``None`` if it can have none."""
-    spec, options = record.spec, record.options
+    spec = record.spec
     if not record.causal or record.sliding_window:
         return None
     if not any(FORMS[form].stateful for form in forms(spec)):
         return None
-    width = key_width(options, record.key_width)
-    numbers = record.num_kv_heads * state_size(spec, width, record.value_width)
-    return numbers * compute_dtype(dtype).itemsize
+    widths = record.key_width, record.value_width
+    return state_bytes(spec, record.options, record.num_kv_heads, *widths, dtype)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from softmax_rnn.models.converted_cache import KeyValueLayer, StateLayer
 from softmax_rnn.models.converted_record import ConvertedAttention
 from softmax_rnn.models.masks import mask_of_family
-from softmax_rnn.ops.layer_core import AttentionCore, Projected
+from softmax_rnn.ops.layer_core import AttentionCore, Mapped, Projected
 from softmax_rnn.ops.operation import attention
 
 CONVERTED = "softmax_rnn_converted"  # the attention's name in transformers, and the model type
@@ -143,10 +143,10 @@ class ConvertedLayer(AttentionCore):
         log_decay, gate = self.decay_and_gate(inputs.hidden_states, key.dtype)
         log_decay, gate = self._with_earlier(log_decay, gate, key, query.shape[2], cache)
         state = cache.state if isinstance(cache, StateLayer) else None
-        q, k = self._mapped(query, key, 0 if state is None else state.tokens)
+        q, k, *outside = self._mapped(query, key, 0 if state is None else state.tokens)
         gated = value if gate is None else value * gate.unsqueeze(-1)
         ungated = value[:, :, value.shape[2] - query.shape[2] :]
-        projected = Projected(q, k, gated, log_decay, ungated, None)
+        projected = Projected(q, k, gated, log_decay, ungated, None, *outside)
         if what.sinks is not None:
             options["sink"] = what.sinks
         if isinstance(cache, StateLayer):
@@ -210,12 +210,13 @@ class ConvertedLayer(AttentionCore):
             return log_decay, gate
         return joined if self.spec.decay == "channel" else joined[..., 0], gate
 
-    def _mapped(self, query: Tensor, key: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    def _mapped(self, query: Tensor, key: Tensor, start: int) -> Mapped:
         """Queries and keys after the feature map; only differences of positions matter."""
         earlier = key.shape[2] - query.shape[2]
         positions = torch.arange(start, start + key.shape[2], device=key.device).unsqueeze(0)
-        q, k = self.map_features(F.pad(query, (0, 0, earlier, 0)), key, positions)
-        return q[:, :, earlier:], k
+        mapped = self.map_features(F.pad(query, (0, 0, earlier, 0)), key, positions)
+        far = None if mapped.outside_q is None else mapped.outside_q[:, :, earlier:]
+        return mapped._replace(q=mapped.q[:, :, earlier:], outside_q=far)
 
 
 def pass_inputs(

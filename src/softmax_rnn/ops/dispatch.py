@@ -24,6 +24,7 @@ from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.series import MAX_RADIUS, order_for
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import fits, require_memory
+from softmax_rnn.ops.validation import check_per_key
 from softmax_rnn.ops.variants import resolve
 
 # The tolerance of the Taylor series that the error for exp suggests.
@@ -72,7 +73,7 @@ def forms(spec: AttentionSpec | str, device: torch.device | str = "cpu") -> tupl
     """The names of the forms that can compute ``spec`` on ``device``."""
     spec, kind = resolve(spec), torch.device(device).type
     if spec.outside == "series":  # every form that computes the series takes the window as well
-        spec = replace(spec, window=None, outside="hidden")
+        spec = replace(spec, window=None, global_keys=0, outside="hidden")
     return tuple(name for name, form in FORMS.items() if form.supports(spec, kind))
 
 
@@ -104,12 +105,8 @@ def choose(
         _require_state(spec, q, k)
     candidates = [name for name in forms(spec, q.device) if FORMS[name].stateful or not stateful]
     per_key_mask = mask is None or mask.shape[1] == mask.shape[2] == 1
-    if wants_state and mask is not None and not per_key_mask:
-        raise ValueError(
-            "With a state every query and head sees the same keys: mask must be broadcastable to "
-            f"[B, 1, 1, S], not {list(mask.shape)}. form='blocked' (in a model: a key/value cache) "
-            "takes any mask, without a state."
-        )
+    if wants_state:
+        check_per_key(mask)
     refused = {name: FORMS[name].refuses(spec, q, v, mask, log_decay) for name in candidates}
     candidates = [name for name in candidates if not refused[name]]
     if form == "auto":

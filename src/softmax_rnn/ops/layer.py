@@ -120,10 +120,10 @@ class Attention(AttentionCore):
         if positions is None and self.feature_map is not None:
             positions = torch.arange(tokens, device=q.device).unsqueeze(0)
             positions = positions + (0 if state is None else state.tokens)
-        q, k = self.map_features(q, k, positions)
+        q, k, *outside = self.map_features(q, k, positions)
         log_decay, gate = self.decay_and_gate(hidden_states, k.dtype)
         gated = v if gate is None else v * gate.unsqueeze(-1)
-        return Projected(q, k, gated, log_decay, v, inputs)
+        return Projected(q, k, gated, log_decay, v, inputs, *outside)
 
     def forward(
         self,

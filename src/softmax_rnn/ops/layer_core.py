@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from softmax_rnn.ops.forms.row_sums import compute_dtype
 from softmax_rnn.ops.layer_decays import LayerDecay, decay_of
-from softmax_rnn.ops.layer_maps import LAYER_MAPS, LayerMap
+from softmax_rnn.ops.layer_maps import LAYER_MAPS, LayerMap, key_widths
 from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.layer_parts import LayerPart
 from softmax_rnn.ops.norms import normalized
@@ -26,12 +26,15 @@ class Projected(NamedTuple):
     """What the operation takes of some tokens.
 
     Attributes:
-        q: queries [B, H, T, D], after positions and feature map.
+        q: queries [B, H, T, D], after positions and feature map (with ``outside="series"``, before
+            the feature map).
         k: keys [B, Hkv, T, D], likewise.
         v: values [B, Hkv, T, E], after the input gate.
         log_decay: [Hkv], [B, Hkv, T], [B, Hkv, T, D] or ``None``.
         ungated: values before the input gate.
         inputs: the last inputs of a short convolution, for the next tokens.
+        outside_q: with ``outside="series"`` and a feature map, the mapped queries [B, H, T, F].
+        outside_k: the mapped keys [B, Hkv, T, F], likewise.
     """
 
     q: Tensor
@@ -40,6 +43,17 @@ class Projected(NamedTuple):
     log_decay: Tensor | None
     ungated: Tensor
     inputs: Tensor | None
+    outside_q: Tensor | None = None
+    outside_k: Tensor | None = None
+
+
+class Mapped(NamedTuple):
+    """Queries and keys as in :class:`Projected`."""
+
+    q: Tensor
+    k: Tensor
+    outside_q: Tensor | None
+    outside_k: Tensor | None
 
 
 class AttentionCore(LayerPart):
@@ -105,7 +119,13 @@ class AttentionCore(LayerPart):
             layer_map(num_heads, num_kv_heads, qk_dim, self.options) if mapped else None
         )
         decay = decay_of(self.spec, self.options)
-        key_size = layer_map.features(qk_dim, self.options)
+        key_size, outside_size = key_widths(self.spec, self.options, qk_dim)
+        if self.spec.decay == "channel" and outside_size not in (None, key_size):
+            raise ValueError(
+                f"decay='channel' has one decay per channel, but feature_map="
+                f"{self.options.feature_map!r} makes keys of width {outside_size} outside the "
+                f"window, of width {key_size} inside."
+            )
         self.decay = decay(hidden_size, num_kv_heads, key_size) if decay else None
         own_gate = self.spec.input_gate and self.options.decay_rule != "time_step"
         self.input_gate = nn.Linear(hidden_size, num_kv_heads) if own_gate else None
@@ -148,14 +168,21 @@ class AttentionCore(LayerPart):
             if parameter is not None:
                 nn.init.constant_(parameter, value)
 
-    def map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    def map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> Mapped:
         """Feature map and temperature of queries and keys at ``positions`` [B or 1, T]."""
+        outside_q = outside_k = None
         if self.feature_map is not None:
             assert positions is not None
-            q, k = self.feature_map(q, k, positions)
+            mapped = self.feature_map(q, k, positions)
+            if self.spec.outside == "series":
+                outside_q, outside_k = mapped
+            else:
+                q, k = mapped
         if self.temperature_logit is not None:
-            q = q * self.temperature_logit.exp().to(q.dtype)[:, None, None]
-        return q, k
+            temperature = self.temperature_logit.exp().to(q.dtype)[:, None, None]
+            q = q * temperature
+            outside_q = None if outside_q is None else outside_q * temperature
+        return Mapped(q, k, outside_q, outside_k)
 
     def decay_and_gate(
         self, hidden_states: Tensor, dtype: torch.dtype
@@ -188,6 +215,8 @@ class AttentionCore(LayerPart):
             "coefficients": self._coefficients(),
             "sink": self.sink,
             "outside_scale": None if self.outside_logit is None else self.outside_logit.exp(),
+            "outside_q": projected.outside_q,
+            "outside_k": projected.outside_k,
             "norm_weight": self.norm_weight,
             "norm_bias": self.norm_bias,
         }

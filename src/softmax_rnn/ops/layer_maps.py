@@ -15,6 +15,7 @@ from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.row_sums import compute_dtype, no_autocast
 from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.layer_parts import LayerPart
+from softmax_rnn.ops.spec import AttentionSpec
 
 
 class LayerMap(LayerPart):
@@ -198,6 +199,10 @@ LAYER_MAPS: dict[str, type[LayerMap]] = {
 }
 
 
-def key_width(options: LayerOptions, head_dim: int) -> int:
-    """The width of the queries and keys that the operation sees."""
-    return LAYER_MAPS[options.feature_map].features(options.qk_dim or head_dim, options)
+def key_widths(spec: AttentionSpec, options: LayerOptions, head_dim: int) -> tuple[int, int | None]:
+    """The width of the keys that the operation sees; that of its ``outside_k``, if it has them."""
+    width = options.qk_dim or head_dim
+    mapped = LAYER_MAPS[options.feature_map].features(width, options)
+    if spec.outside == "hidden" or options.feature_map == "none":
+        return mapped, None
+    return width, mapped

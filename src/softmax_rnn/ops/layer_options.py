@@ -38,7 +38,8 @@ class LayerOptions:
         feature_map: a map of queries and keys before the operation, with parameters of its own:
             ``none``; ``cosine`` (unit vectors); ``hedgehog`` (softmax of a learned projection and
             of its negative); ``rebased`` (layer norm, then a learned affine map); ``performer`` and
-            ``rfa`` (fixed random features); ``cosformer`` (relu, turned by the position).
+            ``rfa`` (fixed random features); ``cosformer`` (relu, turned by the position). With
+            ``outside="series"`` it maps those of the series only: inside the window they stay.
         num_features: number of random projections of ``performer`` and ``rfa``; ``None`` for the
             width of queries and keys.
         cosine_length: cosFormer's ``M``: the number of tokens after which a weight is zero.

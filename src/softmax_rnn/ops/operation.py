@@ -23,8 +23,14 @@ from softmax_rnn.ops.forms.row_sums import (
 )
 from softmax_rnn.ops.norms import normalized
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.state import State, check_state, next_state
-from softmax_rnn.ops.validation import check_extra, check_tensors, checked_mask
+from softmax_rnn.ops.state import KeptKeys, State, check_state, next_state
+from softmax_rnn.ops.validation import (
+    check_extra,
+    check_outside,
+    check_per_key,
+    check_tensors,
+    checked_mask,
+)
 from softmax_rnn.ops.variants import resolve
 from softmax_rnn.ops.window import window_and_series
 
@@ -41,6 +47,8 @@ class _Options(TypedDict, total=False):
     coefficients: Tensor | None
     sink: Tensor | None
     outside_scale: Tensor | None
+    outside_q: Tensor | None
+    outside_k: Tensor | None
     norm_weight: Tensor | None
     norm_bias: Tensor | None
     form: str
@@ -79,6 +87,8 @@ def attention(
     coefficients: Tensor | None = None,
     sink: Tensor | None = None,
     outside_scale: Tensor | None = None,
+    outside_q: Tensor | None = None,
+    outside_k: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     form: str = "auto",
@@ -111,6 +121,10 @@ def attention(
         sink: [H], for the denominator ``sum_plus_sink``.
         outside_scale: [H], the factor of the weights outside the window (``outside="series"``);
             ones if not given.
+        outside_q: [B, H, T, F], the queries of the series outside the window
+            (``outside="series"``), before the spec's feature map; ``q`` if not given.
+        outside_k: [B, Hkv, S, F], its keys; ``k`` if not given. The score scale ``"1/sqrt(d)"``
+            is that of their own width.
         norm_weight: [E], scale of the ``rms`` and ``layer`` norms; ones if not given.
         norm_bias: [E], shift of the ``layer`` norm; zeros if not given.
         form: ``auto``, or one of :func:`forms` (all agree up to rounding errors).
@@ -159,9 +173,12 @@ def attention(
     check_extra("coefficients", coefficients, spec.learned_coefficients, (heads, _terms(spec)), q)
     check_extra("sink", sink, spec.denominator == "sum_plus_sink", (heads,), q)
     check_extra("outside_scale", outside_scale, spec.outside == "series", (heads,), q, False)
+    check_outside(outside_q, outside_k, q, k, spec)
     check_decay(log_decay, spec, k, causal)
     if state is not None:
-        check_state(state, spec, k, v)
+        check_state(state, spec, k, v, outside_k)
+    if state is not None or return_state:
+        check_per_key(mask)
 
     input_dtype, dtype, inputs = q.dtype, compute_dtype(q.dtype), (q, k, v)
     with no_autocast(q.device.type):
@@ -174,11 +191,15 @@ def attention(
             "state": state,
             "keep_state": return_state,
         }
-        recent = None
+        kept: tuple[KeptKeys | None, KeptKeys | None] = (None, None)
         if spec.outside == "series":
             compute = functools.partial(_sums_of_part, form)
-            terms["outside_scale"] = outside_scale
-            sums, recent = window_and_series(compute, q, k, v, spec, **terms)
+            terms |= {
+                "outside_scale": outside_scale,
+                "outside_q": outside_q,
+                "outside_k": outside_k,
+            }
+            sums, kept = window_and_series(compute, q, k, v, spec, **terms)
         else:
             sums = _sums(form, spec, q, k, v, causal=causal, **terms)
         out, log_scale = sums.numerator.to(dtype), sums.log_scale
@@ -209,7 +230,7 @@ def attention(
         if not return_state:
             return out
         assert sums.state is not None
-        return out, next_state(spec, state, sums.state, recent, mask, keys)
+        return out, next_state(spec, state, sums.state, *kept, mask, keys)
 
 
 def _sums(

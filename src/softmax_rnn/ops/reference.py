@@ -140,6 +140,8 @@ def attention(
     coefficients: Tensor | None = None,
     sink: Tensor | None = None,
     outside_scale: Tensor | None = None,
+    outside_q: Tensor | None = None,
+    outside_k: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
 ) -> Tensor:
@@ -151,14 +153,17 @@ def attention(
         N_t = sum_{s visible} w_ts * g_in[s] * v_s
         o_t = norm(g_out[t] * N_t / D_t)   or   g_out[t] * norm(N_t / D_t)
 
-    A decay per channel multiplies the channels of ``phi(q_t) * phi(k_s)`` instead of ``w_ts``.
+    A decay per channel multiplies the channels of ``phi(q_t) * phi(k_s)`` instead of ``w_ts``. With
+    a series outside the window, ``f`` is exp for the keys inside it and the first keys; for the
+    others, ``q`` and ``k`` are ``outside_q`` and ``outside_k``.
 
     Returns:
         [B, H, T, E]. A row that sees no key has ``N_t = 0`` and no denominator.
     """
-    batch, heads, queries, width = q.shape
+    batch, heads, queries, _ = q.shape
     keys, groups = k.shape[2], heads // k.shape[1]
-    scale = score_scale(spec, width)
+    near = q, k
+    far = q if outside_q is None else outside_q, k if outside_k is None else outside_k
     shown = torch.ones(batch, heads, queries, keys, dtype=torch.bool)
     if mask is not None:
         shown = shown & mask
@@ -184,7 +189,9 @@ def attention(
                 each = log_decay[:, None] if spec.decay == "head" else log_decay[b]
                 each = each[kv_head].expand(keys, *each.shape[2:])
                 fade = (each * seen.view(-1, *[1] * (each.ndim - 1)))[s + 1 : position + 1].sum(0)
-            product = feature(spec, q[b, h, t]) * feature(spec, k[b, kv_head, s])
+            all_q, all_k = near if inside else far
+            product = feature(spec, all_q[b, h, t]) * feature(spec, all_k[b, kv_head, s])
+            scale = score_scale(spec, len(product))
             if spec.decay == "channel":
                 product, fade = product * fade.exp(), torch.zeros((), dtype=q.dtype)
             x = scale * product.sum()

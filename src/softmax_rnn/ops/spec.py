@@ -106,9 +106,10 @@ class AttentionSpec:
         coefficients: of ``polynomial``, from the constant term on; ``None`` if each head has its
             own, which are then an argument of the operation.
         window: number of keys that a query sees, itself included; ``None`` for all earlier ones.
-        global_keys: number of first keys that every query sees besides the window.
+        global_keys: number of first keys that belong to every query's window, wherever it is.
         outside: keys outside the window are ``hidden``, or ``series``: then the weight is exp
-            inside the window, and outside it ``f`` times a factor per head.
+            inside the window, and outside it ``f`` times a factor per head, of queries and keys
+            that may be others.
 
     Raises:
         ValueError: for an invalid value; the message names the allowed values and the nearest
@@ -190,8 +191,6 @@ class AttentionSpec:
             raise ValueError(
                 f"global_keys={self.global_keys} and outside={self.outside!r} need a window."
             )
-        if self.outside == "series" and self.global_keys:
-            raise ValueError("outside='series' has no global keys: a query sees every key anyway.")
         if self.outside == "series" and (self.series == "exp" or self.clamp is not None):
             raise ValueError(
                 "outside='series' needs a finite series without a clamp (inside the window the "

@@ -23,20 +23,24 @@ from softmax_rnn.ops.spec import AttentionSpec
 _SMALL = 2**26
 
 
-class Recent(NamedTuple):
-    """The keys of the last window, for a spec whose series covers the keys outside it.
+class KeptKeys(NamedTuple):
+    """Keys that a state keeps as they are, if a series covers those outside a window.
 
     Attributes:
-        k: after the feature map, [B, Hkv, W, D].
-        v: [B, Hkv, W, E].
-        visible: [B, W]; keys before the first are hidden.
-        log_decay: [B, Hkv, W] or [B, Hkv, W, D], ``None`` without a decay.
+        k: after the feature map, [B, Hkv, N, D].
+        v: [B, Hkv, N, E].
+        visible: [B, N]; there are fewer keys than N while the sequence is short.
+        log_decay: [B, Hkv, N] or [B, Hkv, N, D], ``None`` without a decay: of recent keys their
+            own; of first keys how far they have faded when the keys in ``recent`` begin.
+        outside_k: the keys outside the window, [B, Hkv, N, F]; ``None`` if they are the same, and
+            of first keys, which are never outside.
     """
 
     k: Tensor
     v: Tensor
     visible: Tensor
     log_decay: Tensor | None = None
+    outside_k: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +56,10 @@ class State:
             tokens.
         visible: number of visible keys so far, for the length denominators; [B], int64.
         tokens: number of positions so far, hidden ones included.
-        recent: the keys inside the window, which ``sums`` does not contain yet; ``None`` for a
+        recent: the keys of the last window, which ``sums`` does not contain yet; ``None`` for a
             spec without a window.
+        first: the first keys (``global_keys``) that have left the window, which ``sums`` never
+            contains; ``None`` for a spec without them.
         inputs: of a layer with a short convolution, its last inputs [B, width - 1, channels].
     """
 
@@ -61,7 +67,8 @@ class State:
     sums: Tensor
     visible: Tensor
     tokens: int
-    recent: Recent | None = None
+    recent: KeptKeys | None = None
+    first: KeptKeys | None = None
     inputs: Tensor | None = None
 
     @property
@@ -72,17 +79,24 @@ class State:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by their names; the first dimension of each is the batch."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        recent = {} if self.recent is None else self.recent._asdict()
-        own |= {f"recent.{name}": x for name, x in recent.items()}
-        return {name: x for name, x in own.items() if isinstance(x, Tensor)}
+        found: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, KeptKeys):
+                found |= {f"{field.name}.{name}": x for name, x in value._asdict().items()}
+            else:
+                found[field.name] = value
+        return {name: x for name, x in found.items() if isinstance(x, Tensor)}
 
     @classmethod
     def from_tensors(cls, spec: AttentionSpec, tokens: int, tensors: dict[str, Tensor]) -> State:
         """The inverse of ``tensors``."""
-        named = {name: x for name, x in tensors.items() if "." not in name}
-        recent = {name.partition(".")[2]: x for name, x in tensors.items() if "." in name}
-        own: dict[str, Any] = {**named, "recent": Recent(**recent) if recent else None}
+        own: dict[str, Any] = {name: x for name, x in tensors.items() if "." not in name}
+        kept: dict[str, dict[str, Tensor]] = {}
+        for name in tensors.keys() - own.keys():
+            part, _, field = name.partition(".")
+            kept.setdefault(part, {})[field] = tensors[name]
+        own |= {part: KeptKeys(**named) for part, named in kept.items()}
         return cls(spec, tokens=tokens, **own)
 
     def select(self, batch: Tensor) -> State:
@@ -102,22 +116,37 @@ class State:
         return self.from_tensors(self.spec, self.tokens, changed)
 
 
-def check_state(state: State, spec: AttentionSpec, k: Tensor, v: Tensor) -> None:
+def check_state(
+    state: State, spec: AttentionSpec, k: Tensor, v: Tensor, outside_k: Tensor | None
+) -> None:
     """Raise ``ValueError`` unless ``state`` belongs to ``spec`` and fits these keys and values."""
     if not isinstance(state, State):
         raise ValueError(f"state must be a softmax_rnn.State, not {type(state).__name__}.")
     if state.spec != spec:
         raise ValueError(f"The state belongs to another spec: {state.spec}, not {spec}.")
     channels = v.shape[3] + (spec.row_sum is not None)
-    shape = (*k.shape[:2], channels, state_rows(spec, k.shape[3]))
+    width = (k if outside_k is None else outside_k).shape[3]
+    shape = (*k.shape[:2], channels, state_rows(spec, width))
     if tuple(state.sums.shape) != shape:
         raise ValueError(
             f"The state's sums must have shape {list(shape)} for these inputs, "
             f"not {list(state.sums.shape)}."
         )
-    recent = 0 if state.recent is None else state.recent.k.shape[2]
-    if recent != (spec.window or 0):
-        raise ValueError(f"The state must hold {spec.window or 0} recent keys, not {recent}.")
+    for name, count in (("recent", spec.window or 0), ("first", spec.global_keys)):
+        kept = getattr(state, name)
+        found = 0 if kept is None else kept.k.shape[2]
+        if found != count:
+            raise ValueError(f"The state must hold {count} {name} keys, not {found}.")
+    if state.recent is not None:
+        widths = [
+            [None if x is None else x.shape[3] for x in keys]
+            for keys in ((k, outside_k), (state.recent.k, state.recent.outside_k))
+        ]
+        if widths[0] != widths[1]:
+            raise ValueError(
+                "The state's keys must have the widths of k and outside_k, "
+                f"{widths[0]}, not {widths[1]} (None: the same keys inside and outside the window)."
+            )
     dtype = compute_dtype(k.dtype)
     if state.sums.dtype != dtype or state.sums.device != k.device:
         raise ValueError(
@@ -130,7 +159,8 @@ def next_state(
     spec: AttentionSpec,
     state: State | None,
     sums: Tensor,
-    recent: Recent | None,
+    recent: KeptKeys | None,
+    first: KeptKeys | None,
     mask: Tensor | None,
     keys: int,
 ) -> State:
@@ -139,8 +169,8 @@ def next_state(
     if mask is not None:
         visible = mask.expand(*sums.shape[:1], 1, 1, keys).sum(dim=(1, 2, 3))
     if state is None:
-        return State(spec, sums, visible, keys, recent)
-    return State(spec, sums, state.visible + visible, state.tokens + keys, recent)
+        return State(spec, sums, visible, keys, recent, first)
+    return State(spec, sums, state.visible + visible, state.tokens + keys, recent, first)
 
 
 def fits(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> bool:

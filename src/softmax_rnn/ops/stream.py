@@ -77,12 +77,15 @@ class Stream:
         input_gate: Tensor | None = None,
         output_gate: Tensor | None = None,
         log_decay: Tensor | None = None,
+        outside_q: Tensor | None = None,
+        outside_k: Tensor | None = None,
     ) -> Tensor:
         """The outputs of the next tokens; shapes as for ``attention``, any length.
 
         The first token's ``log_decay`` multiplies the state of the calls before.
         """
         own = {"input_gate": input_gate, "output_gate": output_gate, "log_decay": log_decay}
+        own |= {"outside_q": outside_q, "outside_k": outside_k}
         options: dict[str, Any] = {"mask": mask, "state": self.state, **own, **self._parameters}
         out, self.state = attention(q, k, v, self.spec, return_state=True, **options)
         return out

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from softmax_rnn.ops.spec import AttentionSpec
+
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     """Check shapes, dtypes and devices of queries, keys and values."""
@@ -83,3 +85,38 @@ def check_extra(
         raise ValueError(f"{name} must have shape {list(shape)}, not {list(value.shape)}.")
     if value.device != q.device:
         raise ValueError(f"{name} is on {value.device}, q on {q.device}.")
+
+
+def check_per_key(mask: Tensor | None) -> None:
+    """Raise ``ValueError`` unless every query and head sees the same keys, as a state does."""
+    if mask is not None and not mask.shape[1] == mask.shape[2] == 1:
+        raise ValueError(
+            "With a state every query and head sees the same keys: mask must be broadcastable to "
+            f"[B, 1, 1, S], not {list(mask.shape)}. form='blocked' (in a model: a key/value cache) "
+            "takes any mask, without a state."
+        )
+
+
+def check_outside(
+    outside_q: Tensor | None, outside_k: Tensor | None, q: Tensor, k: Tensor, spec: AttentionSpec
+) -> None:
+    """Check the queries and keys of a series outside a window."""
+    widths = []
+    for name, x, inside in (("q", outside_q, q), ("k", outside_k, k)):
+        given = isinstance(x, Tensor) and x.ndim == 4 and x.shape[3] > 0
+        width = x.shape[3] if given and x is not None else inside.shape[3]
+        shape = (*inside.shape[:3], width)
+        check_extra(f"outside_{name}", x, spec.outside == "series", shape, q, required=False)
+        if x is not None and x.dtype != q.dtype:
+            raise ValueError(f"outside_{name} must be {q.dtype}, as q is, not {x.dtype}.")
+        widths.append(width)
+    if widths[0] != widths[1]:
+        raise ValueError(
+            f"outside_q has width {widths[0]}, outside_k has {widths[1]} (by default those of q "
+            "and k): they must be equal."
+        )
+    if spec.decay == "channel" and widths[0] != q.shape[3]:
+        raise ValueError(
+            f"outside_q and outside_k have width {widths[0]}, q and k have {q.shape[3]}: with "
+            "decay='channel' they must be equal, as the decay has one channel for each."
+        )

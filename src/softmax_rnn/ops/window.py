@@ -1,7 +1,8 @@
 """A window and a series under one denominator: exp for the last keys, a series for all others.
 
-The keys inside the window and those outside are two attentions, which any form computes. Outside,
-query ``t`` sees the keys up to ``t - window``: causal attention to keys shifted by the window.
+The first keys may belong to the window, too. The keys inside and those outside are two attentions,
+which any form computes. Outside, query ``t`` sees the keys up to ``t - window``: causal attention
+to keys shifted by the window.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype
+from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, first_positions, first_visible
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.state import Recent, State
+from softmax_rnn.ops.state import KeptKeys, State
 
 
 def window_and_series(
@@ -31,26 +32,27 @@ def window_and_series(
     log_decay: Tensor | None = None,
     coefficients: Tensor | None = None,
     outside_scale: Tensor | None = None,
+    outside_q: Tensor | None = None,
+    outside_k: Tensor | None = None,
     state: State | None = None,
     keep_state: bool = False,
-) -> tuple[RowSums, Recent | None]:
-    """The sums over both parts, and the keys of the last window if a state is kept.
+) -> tuple[RowSums, tuple[KeptKeys | None, KeptKeys | None]]:
+    """The sums over both parts; the recent and first keys of the next state, if it is kept.
 
     ``compute(spec, q, k, v, ...)`` computes the sums of one part.
     """
     assert spec.window is not None
-    q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
+    phi = FEATURE_MAPS[spec.feature_map]
+    far_q = phi(q if outside_q is None else outside_q)
+    far_k = None if outside_k is None else phi(outside_k)
+    q, k = phi(q), phi(k)
     if q.dtype != v.dtype:  # features of half types are wider
         v = v.to(q.dtype)
-    new = _Keys(k, v, mask, log_decay)
-    if state is None:
-        near, far = new, new.shifted(spec.window)
-    else:
+    near = _Keys(k, v, mask, log_decay, far_k)
+    if state is not None:
         assert state.recent is not None
-        near = new.after(state.recent)
-        far = near.part(slice(q.shape[2]))
-    inside, outside = _parts(spec, q.shape[-1])
-    window_sums = compute(inside, q, near.k, near.v, mask=near.mask, log_decay=near.log_decay)
+        near = near.after(state.recent)
+    inside, outside = _parts(spec, q.shape[-1], far_q.shape[-1])
     faded = None  # the decay over the window of each query
     if near.log_decay is not None:
         total = near.log_decay.cumsum(2)
@@ -58,9 +60,21 @@ def window_and_series(
         faded = faded[:, :, faded.shape[2] - q.shape[2] :]
         faded = faded.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         if spec.decay == "channel":
-            q, faded = q * faded, None
+            far_q, faded = far_q * faded, None
+    recent = near.last(spec.window) if keep_state else None
+    far, first = near, None
+    if spec.global_keys:
+        if state is not None:
+            assert state.first is not None
+            near = near.after_first(state.first)
+        among = first_visible(near.mask, near.k.shape[2], spec.global_keys, k.device)
+        if keep_state:
+            first = near.first(spec.global_keys, among, spec.window)
+        far = far.without(among[:, near.k.shape[2] - far.k.shape[2] :])
+    far = far.shifted(spec.window) if state is None else far.part(slice(k.shape[2]))
+    window_sums = compute(inside, q, near.k, near.v, mask=near.mask, log_decay=near.log_decay)
     series_sums = compute(
-        *(outside, q, far.k, far.v),
+        *(outside, far_q, far.k if far.outside_k is None else far.outside_k, far.v),
         mask=far.mask,
         log_decay=far.log_decay,
         coefficients=coefficients,
@@ -71,74 +85,116 @@ def window_and_series(
     if outside_scale is not None:
         scale = outside_scale.to(compute_dtype(q.dtype)).unsqueeze(-1)
         factor = scale if factor is None else scale * factor
-    recent = near.last(spec.window) if keep_state else None
-    return _joined(window_sums, series_sums, factor), recent
+    return _joined(window_sums, series_sums, factor), (recent, first)
 
 
 class _Keys(NamedTuple):
-    """Keys [B, Hkv, S, D], their values, mask and log decays (0 for hidden keys)."""
+    """Keys [B, Hkv, S, D], their values, mask and log decays (0 for hidden keys).
+
+    ``outside_k`` [B, Hkv, S, F] is what they are outside the window, ``None`` if the same.
+    """
 
     k: Tensor
     v: Tensor
     mask: Tensor | None
-    log_decay: Tensor | None
+    log_decay: Tensor | None = None
+    outside_k: Tensor | None = None
+
+    @property
+    def shown(self) -> Tensor:
+        """The mask, ones if there is none, with a dimension of all keys."""
+        keys = self.k.shape[2]
+        if self.mask is None:
+            return self.k.new_ones(1, 1, 1, keys, dtype=torch.bool)
+        return self.mask.expand(*self.mask.shape[:-1], keys)
+
+    @property
+    def shown_keys(self) -> Tensor:
+        """The mask [B, S], if it is per key."""
+        return self.shown[:, 0, 0].expand(len(self.k), -1)
+
+    def each(self, change: Callable[[str, Tensor], Tensor], mask: Tensor | None) -> _Keys:
+        """``change(name, x)`` of the other tensors, with another mask."""
+        found = {name: x for name, x in self._asdict().items() if x is not None and name != "mask"}
+        return _Keys(mask=mask, **{name: change(name, x) for name, x in found.items()})
 
     def shifted(self, count: int) -> _Keys:
         """These keys, ``count`` positions later; as many in all, the first ``count`` hidden."""
-        keys = self.k.shape[2]
-        mask = self.k.new_ones(1, 1, 1, keys, dtype=torch.bool) if self.mask is None else self.mask
-        mask = _shifted(mask.expand(*mask.shape[:-1], keys).transpose(2, 3), count).transpose(2, 3)
-        decay = None if self.log_decay is None else _shifted(self.log_decay, count)
-        return _Keys(_shifted(self.k, count), _shifted(self.v, count), mask, decay)
+        mask = _shifted(self.shown.transpose(2, 3), count).transpose(2, 3)
+        return self.each(lambda _, x: _shifted(x, count), mask)
 
     def part(self, keys: slice) -> _Keys:
         """Some of the keys; the mask is per key."""
-        k, v, mask, decay = self
-        mask = None if mask is None else mask[..., keys]
-        decay = None if decay is None else decay[:, :, keys]
-        return _Keys(k[:, :, keys], v[:, :, keys], mask, decay)
+        mask = None if self.mask is None else self.shown[..., keys]
+        return self.each(lambda _, x: x[:, :, keys], mask)
 
-    def after(self, recent: Recent) -> _Keys:
-        """The recent keys, and after them these; the mask is per key."""
-        batch, _, keys, _ = self.k.shape
-        shown = self.k.new_ones(1, dtype=torch.bool) if self.mask is None else self.mask
-        shown = shown.expand(batch, 1, 1, keys)
+    def without(self, hidden: Tensor) -> _Keys:
+        """These keys, of which ``hidden`` [B or 1, S] are hidden, too."""
+        return self._replace(mask=self.shown & ~hidden[:, None, None])
+
+    def after(self, kept: KeptKeys) -> _Keys:
+        """Kept keys, and after them these; the mask is per key."""
+        mask = torch.cat([kept.visible, self.shown_keys], dim=1)[:, None, None]
+        return self.each(lambda name, x: torch.cat([getattr(kept, name), x], dim=2), mask)
+
+    def after_first(self, first: KeptKeys) -> _Keys:
+        """The first keys, and after them these, as keys inside the window."""
         decay = self.log_decay
-        if decay is not None:
-            assert recent.log_decay is not None
-            decay = torch.cat([recent.log_decay, decay], dim=2)
-        return _Keys(
-            torch.cat([recent.k, self.k], dim=2),
-            torch.cat([recent.v, self.v], dim=2),
-            torch.cat([recent.visible[:, None, None], shown], dim=3),
-            decay,
-        )
+        if decay is not None:  # what first keys have faded becomes log decays of the next keys
+            assert first.log_decay is not None
+            since = decay[:, :, :1] + first.log_decay[:, :, -1:]
+            decay = torch.cat([since, decay[:, :, 1:]], dim=2)
+            first = first._replace(log_decay=_padded(-first.log_decay.diff(dim=2), 1))
+        return self._replace(log_decay=decay, outside_k=None).after(first)
 
-    def last(self, count: int) -> Recent:
+    def last(self, count: int) -> KeptKeys:
         """The last ``count`` keys; hidden ones before the first."""
-        k, v, mask, decay = self.part(slice(-count, None))
-        missing, batch = count - k.shape[2], len(k)
-        shown = k.new_ones(1, dtype=torch.bool) if mask is None else mask
-        shown = shown.expand(batch, 1, 1, k.shape[2]).reshape(batch, -1)
-        k, v = (F.pad(x, (0, 0, missing, 0)) for x in (k, v))
-        if decay is not None:
-            decay = F.pad(decay, (*(0, 0) * (decay.ndim - 3), missing, 0))
-        return Recent(k, v, F.pad(shown, (missing, 0)), decay)
+        missing = max(0, count - self.k.shape[2])
+        kept = self.part(slice(-count, None)).each(lambda _, x: _padded(x, missing), None)
+        visible = F.pad(self.shown_keys[:, -count:], (missing, 0))
+        return KeptKeys(kept.k, kept.v, visible, kept.log_decay, kept.outside_k)
+
+    def first(self, count: int, among: Tensor, window: int) -> KeptKeys:
+        """The keys ``among`` [B or 1, S] that have left the window, ``count`` with hidden ones."""
+        left = self._replace(outside_k=None).part(slice(None, -window))
+        left = left.each(lambda _, x: _padded(x, 0, count), None)  # at least as many as needed
+        chosen = F.pad(among[:, :-window], (0, count)).expand(len(self.k), -1)
+        index, visible = first_positions(chosen, count)
+        if left.log_decay is not None:  # from here on: how far each key has faded
+            total = left.log_decay.cumsum(2)
+            left = left._replace(log_decay=total[:, :, -1:] - total)
+
+        def take(_: str, x: Tensor) -> Tensor:
+            at, hidden = (
+                y.view(*index.shape[:1], 1, -1, *[1] * (x.ndim - 3)) for y in (index, ~visible)
+            )
+            return x.gather(2, at.expand(-1, x.shape[1], -1, *x.shape[3:])).masked_fill(hidden, 0.0)
+
+        found = left.each(take, None)
+        return KeptKeys(found.k, found.v, visible, found.log_decay)
+
+
+def _padded(x: Tensor, before: int, after: int = 0) -> Tensor:
+    """``x`` [B, H, S] or [B, H, S, D] with zeros before and after its S positions."""
+    return F.pad(x, (*(0, 0) * (x.ndim - 3), before, after))
 
 
 def _shifted(x: Tensor, count: int) -> Tensor:
     """``x`` [B, H, S] or [B, H, S, D] with ``count`` zeros before it, cut to its length."""
-    return F.pad(x, (*(0, 0) * (x.ndim - 3), count, 0))[:, :, : x.shape[2]]
+    return _padded(x, count)[:, :, : x.shape[2]]
 
 
-def _parts(spec: AttentionSpec, width: int) -> tuple[AttentionSpec, AttentionSpec]:
-    """The specs inside and outside the window, for mapped queries and keys."""
-    plain: dict[str, Any] = {"feature_map": "identity", "scale": spec.score_scale(width)}
-    outside = replace(spec, **plain, window=None, global_keys=0, outside="hidden")
+def _parts(
+    spec: AttentionSpec, width: int, outside_width: int
+) -> tuple[AttentionSpec, AttentionSpec]:
+    """The specs inside and outside the window, for mapped queries and keys of these widths."""
+    mapped = replace(spec, feature_map="identity", outside="hidden")
+    outside = replace(mapped, scale=spec.score_scale(outside_width), window=None, global_keys=0)
     exp: dict[str, Any] = {"series": "exp", "order": None, "coefficients": None}
     # This denominator needs the sum of the weights itself, not only quotients.
     rest: dict[str, Any] = {"denominator": "sum_plus_one", "epsilon": 0.0, "floor": 0.0}
-    return replace(spec, **plain, **exp, **rest, norm="none", outside="hidden"), outside
+    rest |= {"scale": spec.score_scale(width), "norm": "none"}
+    return replace(mapped, **exp, **rest), outside
 
 
 def _joined(near: RowSums, far: RowSums, factor: Tensor | None) -> RowSums:
@@ -147,12 +203,13 @@ def _joined(near: RowSums, far: RowSums, factor: Tensor | None) -> RowSums:
     zero = torch.zeros_like(near.weight_sum)
     scales = [zero if part.log_scale is None else part.log_scale for part in (near, far)]
     factor = torch.ones_like(zero) if factor is None else factor
-    empty = (far.numerator == 0).all(-1)
+    far_empty = (far.numerator == 0).all(-1)
     if far.weight_sum is not None:
-        empty = empty & (far.weight_sum == 0)
-    empty = empty | (factor == 0)
-    # If there is no key outside the window, the weights inside may be of any size.
-    largest = torch.where(empty, scales[0], scales[0].maximum(scales[1]))
+        far_empty = far_empty & (far.weight_sum == 0)
+    far_empty = far_empty | (factor == 0)
+    # If there is no key on one side, the weights on the other may be of any size.
+    largest = torch.where(near.weight_sum == 0, scales[1], scales[0].maximum(scales[1]))
+    largest = torch.where(far_empty, scales[0], largest)
     ours, theirs = ((scale - largest).clamp(max=0.0).exp() for scale in scales)
     theirs = theirs * factor
     numerator = near.numerator * ours.unsqueeze(-1) + far.numerator * theirs.unsqueeze(-1)

@@ -58,18 +58,20 @@ def _layer_memory(fields: str) -> LayerMemory:
             model = SoftmaxRNNForCausalLM(model_config(one_layer, 1, 0))
             layer = model.model.layers[0].self_attn
             # After any feature map of the layer's own: as they are cached.
-            _, k, v, *_ = layer.project(torch.empty(1, 1, config.hidden_size))
+            given = layer.project(torch.empty(1, 1, config.hidden_size))
     except RuntimeError as error:  # torch's, of sizes that overflow
         raise ValueError(f"No layer can have these sizes: {error}") from error
-    spec, (_, heads, _, d_k), d_v = config.spec, k.shape, v.shape[3]
+    spec, (_, heads, _, d_k), d_v = config.spec, given.k.shape, given.v.shape[3]
+    outside = 0 if given.outside_k is None else given.outside_k.shape[3]
     per_key = d_k + d_v + {"token": 1, "channel": d_k}.get(spec.decay, 0)
     keys, kinds, numbers = config.block_size, [], 0
     if spec.has_state:
         kinds.append("state")
-        numbers += state_size(spec, d_k, d_v)
+        numbers += state_size(spec, outside or d_k, d_v)
     if spec.window is not None:
         kinds.append("window")
-        numbers += min(keys, spec.window + spec.global_keys) * per_key
+        recent = min(keys, spec.window)
+        numbers += recent * (per_key + outside) + min(keys - recent, spec.global_keys) * per_key
     elif not spec.has_state:
         kinds.append("cache")
         numbers += keys * per_key

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from softmax_rnn.ops.decay import FLOOR
 from softmax_rnn.ops.forms.channel_scores import channel_gradients, channel_scores
-from softmax_rnn.ops.forms.row_sums import compute_dtype, first_visible, no_data
+from softmax_rnn.ops.forms.row_sums import (
+    compute_dtype,
+    first_positions,
+    first_visible,
+    no_data,
+)
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec
 
@@ -89,10 +94,9 @@ class Blocks:
 
     def _find_global_keys(self, mask: Tensor | None, batch: int, device: torch.device) -> None:
         shown = first_visible(mask, self.keys, self.copies, device).expand(batch, -1)
-        found, index = shown.to(torch.uint8).sort(descending=True, stable=True)
-        self.copied = index[:, : self.copies]
+        self.copied, found = first_positions(shown, self.copies)
         # There may be fewer visible keys; the others are hidden as keys after every range.
-        position = self.copied.masked_fill(found[:, : self.copies] == 0, self.keys)
+        position = self.copied.masked_fill(~found, self.keys)
         self.position, self.is_global = (
             x.repeat_interleave(self.kv_heads, 0) for x in (position, shown)
         )

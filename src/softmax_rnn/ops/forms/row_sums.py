@@ -107,6 +107,15 @@ def first_visible(mask: Tensor | None, keys: int, count: int, device: torch.devi
     return shown & (shown.cumsum(-1) <= count)
 
 
+def first_positions(shown: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The positions of the first ``count`` visible keys of [B, S], and whether there are so many.
+
+    Both are [B, count], if there are as many keys.
+    """
+    found, index = shown.to(torch.uint8).sort(descending=True, stable=True)
+    return index[:, :count], found[:, :count] > 0
+
+
 def visible_count(
     queries: int,
     keys: int,
