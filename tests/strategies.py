@@ -65,7 +65,7 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
         else 0.0,
         decay=draw(st.sampled_from(["none", "none", "head", "token", "channel"])),
         window=window,
-        global_keys=0 if window is None or both else draw(st.sampled_from([0, 0, 1, 5])),
+        global_keys=0 if window is None else draw(st.sampled_from([0, 0, 1, 5])),
         outside="series" if both else "hidden",
     )
     safe = spec.sign_definite or denominator in ("clamped_sum", "length", "learned_length", "none")

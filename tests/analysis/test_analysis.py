@@ -34,7 +34,7 @@ SPECS: dict[str, object] = {
     **{name: name for name in ("softmax", "norm", "gate", "both_gates", "taylor:2", "power:3")},
     **{name: name for name in ("linear_elu", "linear_relu", "linear_cosine")},
     **{name: name for name in ("forgetting", "retnet", "gla", "window:4+decay", "window_taylor:2")},
-    **{name: name for name in ("mamba2", "cosformer", "attention_sink")},
+    **{name: name for name in ("mamba2", "cosformer", "attention_sink", "lolcats:3")},
     "global keys": sr.AttentionSpec(window=3, global_keys=2).to_dict(),
     "low clamp": sr.AttentionSpec(clamp=-0.5).to_dict(),
     "negative scale": sr.AttentionSpec(feature_map="elu1", scale=-0.3, clamp=9.0).to_dict(),

@@ -37,12 +37,13 @@ def cases(draw: st.DrawFn) -> tuple[Case, torch.dtype]:
     width, value_width = draw(widths())
     queries, past = draw(st.integers(1, 40)), draw(st.integers(0, 9))
     heads, kv_heads = draw(st.sampled_from([(2, 1), (2, 2), (3, 1)]))
-    shape = Shape(1, heads, kv_heads, queries, queries + past, width, value_width)
+    outside_width = draw(st.sampled_from([None, 6, 1]))
+    shape = Shape(1, heads, kv_heads, queries, queries + past, width, value_width, outside_width)
     spec = draw(specs())
     case = make_case(
         spec,
         causal=spec.causal_only or draw(st.booleans()),
-        mask=draw(st.sampled_from(MASKS)),
+        mask=draw(st.sampled_from([*MASKS, "gaps"])),
         shape=shape,
         seed=draw(st.integers(0, 999)),
         decay=draw(st.sampled_from([1e-8, 1e-3, 0.1, 1.0, 100.0, 1e4])),
@@ -54,7 +55,8 @@ def cases(draw: st.DrawFn) -> tuple[Case, torch.dtype]:
         )
     )
     largest = 1e3 if dtype == torch.float16 else math.inf
-    sizes = {name: min(draw(st.sampled_from(SIZES)), largest) for name in "qkv"}
+    sized = [name for name in ("q", "k", "v", "outside_q", "outside_k") if name in case.tensors]
+    sizes = {name: min(draw(st.sampled_from(SIZES)), largest) for name in sized}
     if draw(st.booleans()):  # tokens of unlike sizes
         spread = torch.linspace(-3, 3, shape.keys, dtype=torch.float64)
         spread = spread[torch.randperm(shape.keys, generator=torch.Generator().manual_seed(0))]
@@ -84,6 +86,22 @@ def series_and_doubts(
     return weights, doubts if spec.scale_free else doubts + 1e-30  # what is smaller may vanish
 
 
+def scores_and_sizes(
+    spec: sr.AttentionSpec, q: Tensor, k: Tensor, fade: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The scores, the sizes of what they sum, and the least fading of their parts."""
+    phi, scale = FEATURE_MAPS[spec.feature_map], spec.score_scale(q.shape[-1])
+    q, k = phi(q), phi(k).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    if spec.decay != "channel":
+        scores = scale * q @ k.mT
+        sizes = abs(scale) * q.norm(dim=-1, keepdim=True) * k.norm(dim=-1).unsqueeze(-2)
+    else:
+        channels = q.unsqueeze(-2) * k.unsqueeze(-3) * fade.exp()
+        sizes = abs(scale) * (channels.abs() * (1 + fade.abs())).sum(-1)
+        scores, fade = scale * channels.sum(-1), fade.amin(-1)
+    return scores if spec.clamp is None else scores.clamp(max=spec.clamp), sizes, fade
+
+
 def errors(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """What rounding can make of the outputs.
 
@@ -94,33 +112,27 @@ def errors(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     spec, extras = case.spec, case.tensors
     eps = ERRORS * torch.finfo(compute_dtype(dtype)).eps
-    phi = FEATURE_MAPS[spec.feature_map]
     q, k, v = (case.laid_out(name, extras[name]) for name in "qkv")
-    q, k = phi(q), phi(k)
     groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    scale = spec.score_scale(q.shape[-1])
-    scores = scale * q @ k.mT
-    sizes = abs(scale) * q.norm(dim=-1, keepdim=True) * k.norm(dim=-1).unsqueeze(-2)
-    fade = torch.zeros_like(scores)  # log of what a decay leaves
+    v = v.repeat_interleave(groups, dim=1)
+    fades = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.float64)  # log of what a decay leaves
     if "log_decay" in extras:
         decay = per_key_decay(extras["log_decay"], case.tensors["k"], case.mask)
-        fade = differences(decay.repeat_interleave(groups, dim=1), q.shape[2])
-    if spec.decay == "channel":
-        channels = q.unsqueeze(-2) * k.unsqueeze(-3) * fade.exp()
-        scores, fade = scale * channels.sum(-1), fade.amin(-1)
-        sizes = abs(scale) * (channels.abs() * (1 + fade.abs()).unsqueeze(-1)).sum(-1)
-    if spec.clamp is not None:
-        scores = scores.clamp(max=spec.clamp)
+        fades = differences(decay.repeat_interleave(groups, dim=1), q.shape[2])
+    scores, sizes, fade = scores_and_sizes(spec, q, k, fades)
     if spec.scale_free:  # else powers of small scores, of faded keys as well, vanish here
         row = sizes.amax(-1, keepdim=True).clamp(max=1.0)
         scores, sizes = (x / row.masked_fill(row == 0, 1.0) for x in (scores, sizes))
     weights, doubts = series_and_doubts(spec, extras, scores, sizes)
     if series_and_window := spec.outside == "series":
         near = sr.AttentionSpec(feature_map=spec.feature_map)
-        window = visible(*scores.shape[2:], True, case.mask, q.device, spec.window)
+        ends = spec.window, spec.global_keys
+        window = visible(*scores.shape[2:], True, case.mask, q.device, *ends)
         scale = extras["outside_scale"][:, None, None]
         inside = series_and_doubts(near, extras, scores, sizes)
+        if "outside_q" in extras:
+            far = scores_and_sizes(spec, extras["outside_q"], extras["outside_k"], fades)
+            weights, doubts = series_and_doubts(spec, extras, *far[:2])
         weights, doubts = (
             torch.where(window, x, y * scale)
             for x, y in zip(inside, (weights, doubts), strict=True)

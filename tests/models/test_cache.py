@@ -12,14 +12,14 @@ from transformers.cache_utils import DynamicCache
 import softmax_rnn as sr
 from softmax_rnn.models.cache import key_value_bytes, recurrent_bytes
 from softmax_rnn.ops.dispatch import FORMS
-from test_modeling import GREEDY, NAMES, build
+from test_modeling import GREEDY, HYBRID, NAMES, build
 
 FINITE = [name for name in NAMES if any(FORMS[form].stateful for form in sr.forms(name))]
 
 
-@pytest.mark.parametrize("name", FINITE)
+@pytest.mark.parametrize("name", [*FINITE, "hybrid"])
 def test_greedy_is_uncached(name: str, batch: dict[str, torch.Tensor]) -> None:
-    model = build(name)
+    model = build(**HYBRID) if name == "hybrid" else build(name)
     expected = model.generate(**batch, **GREEDY, use_cache=False)
     assert len(expected[:, 23:].unique()) > 1
     cache = sr.RecurrentCache()
@@ -101,8 +101,18 @@ def test_the_size_does_not_grow_with_the_text() -> None:
     assert key_value_bytes(model.config, torch.float32, 10) == 10 * 2 * 2 * 2 * 8 * 4
 
 
-def test_saved_and_restored(tmp_path: Path, batch: dict[str, torch.Tensor]) -> None:
-    model = build("taylor_elu:2")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("feature_map", ["identity", "elu1"])
+def test_the_size_of_kept_keys(feature_map: str, dtype: torch.dtype) -> None:
+    spec = {**HYBRID["attention"], "feature_map": feature_map}
+    model, cache = build(**{**HYBRID, "attention": spec}).to(dtype), sr.RecurrentCache()
+    model(torch.ones(3, 4, dtype=torch.long), past_key_values=cache)
+    assert cache.nbytes == recurrent_bytes(model.config, dtype, 3) + 3 * 2 * 8
+
+
+@pytest.mark.parametrize("name", ["taylor_elu:2", "hybrid"])
+def test_saved_and_restored(name: str, tmp_path: Path, batch: dict[str, torch.Tensor]) -> None:
+    model = build(**HYBRID) if name == "hybrid" else build(name)
     cache = sr.RecurrentCache()
     model(**batch, past_key_values=cache)
     cache.save(tmp_path / "cache.safetensors")
@@ -162,7 +172,9 @@ def test_convolutions_without_states_take_no_cache(batch: dict[str, torch.Tensor
         model.generate(**batch, **GREEDY, cache_implementation="dynamic")
 
 
-@pytest.mark.parametrize("name", ["softmax", "softmax+decay", "gla", "based", "performer", "rfa"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "softmax+decay", "gla", "based", "performer", "rfa", "lolcats:3+decay"]
+)
 def test_the_size_of_a_key_value_cache(name: str) -> None:
     model, cache = build(name), DynamicCache()
     model(torch.ones(2, 7, dtype=torch.long), past_key_values=cache)

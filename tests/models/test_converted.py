@@ -27,9 +27,10 @@ from transformers.cache_utils import DynamicCache
 
 import softmax_rnn as sr
 from softmax_rnn.models import from_llama
+from softmax_rnn.models.cache import state_bytes
 from softmax_rnn.models.converted_cache import KeyValueLayer, StateLayer
 from softmax_rnn.models.modeling import checkpoint_activations
-from test_modeling import GREEDY, NAMES, TINY
+from test_modeling import GREEDY, HYBRID, NAMES, TINY
 
 WIDE = {**TINY, "max_position_embeddings": 64, "pad_token_id": 0, "initializer_range": 0.3}
 EQUAL_HEADS = {key: x for key, x in WIDE.items() if key != "num_key_value_heads"}
@@ -61,7 +62,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 CAUSAL = [name for name, (kind, _) in FAMILIES.items() if "Masked" not in kind]
-SPECS = ["norm", "gate", "taylor:2", "taylor:2+decay", "window:3", "linear_elu", "both_gates"]
+SPECS = [
+    *("norm", "gate", "taylor:2", "taylor:2+decay", "window:3", "linear_elu", "both_gates"),
+    "lolcats:3",
+]
 IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
 LEFT = torch.ones_like(IDS)
 LEFT[1, :4] = 0
@@ -144,14 +148,15 @@ def test_every_variant_is_that_of_from_llama(name: str) -> None:
     renamed = {key.replace(".softmax_rnn", ""): x for key, x in ours.state_dict().items()}
     theirs.load_state_dict(renamed)
     logits = [model(**inputs(model, LEFT)).logits for model in (ours, theirs)]
-    # cosFormer's positions differ by a constant in a padded row.
-    torch.testing.assert_close(*logits, rtol=0, atol=2e-5 if name == "cosformer" else 0)
+    # cosFormer's positions differ by a constant in a padded row; LoLCATs' features by a factor.
+    rounded = name.startswith(("cosformer", "lolcats"))
+    torch.testing.assert_close(*logits, rtol=0, atol=2e-5 if rounded else 0)
     for x in logits:
         x.square().mean().backward()
     gradients = {key: x.grad for key, x in theirs.named_parameters()}
     for key, parameter in ours.named_parameters():
         expected = gradients[key.replace(".softmax_rnn", "")]
-        tolerance = 1e-5 if name == "cosformer" else 0
+        tolerance = 1e-5 if rounded else 0
         torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=tolerance)
     with torch.no_grad():
         alone = ours(IDS[1:, 4:]).logits
@@ -201,6 +206,29 @@ def test_every_family_with_other_attentions(family: str, name: str, tmp_path: Pa
     for options in ({}, {"num_beams": 3}):
         expected = model.generate(**given, **options, use_cache=False)
         assert torch.equal(model.generate(**given, **options), expected)
+
+
+@pytest.mark.parametrize("layers", [None, [1]], ids=["all", "one"])
+def test_first_and_last_keys_beside_features(layers: list[int] | None, tmp_path: Path) -> None:
+    """exp of some keys, learned features of the others: in states, padded, saved."""
+    model = converted("Llama", **HYBRID, layers=layers)
+    given = {"input_ids": IDS, "attention_mask": LEFT, **GREEDY}
+    cache = model.new_cache()
+    for options in ({}, {"num_beams": 3}):
+        expected = model.generate(**given, **options, use_cache=False)
+        assert torch.equal(model.generate(**given, **options), expected)
+    alone = model.generate(IDS[1:, 4:], **GREEDY, past_key_values=cache)
+    assert torch.equal(alone[0, 8:], model.generate(**given)[1, 12:])
+    for record in model.config.converted_layers:
+        layer = cache.layers[record.index]
+        if record.spec.has_state:
+            assert isinstance(layer, StateLayer)
+            sizes = record.num_kv_heads, record.key_width, record.value_width
+            size = state_bytes(record.spec, record.options, *sizes, torch.float32)
+            assert layer.state.nbytes == size + 8
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 
 
 def test_padding_on_the_right_hides_nothing_from_a_bidirectional_row() -> None:

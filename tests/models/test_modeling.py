@@ -34,8 +34,13 @@ TINY = {
 NAMES = (
     *sr.variants(),
     *("softmax+decay", "gate+decay", "taylor:2+decay", "linear_elu+decay", "polynomial:2+decay"),
-    *("window:5", "window:5+decay"),
+    *("window:5", "window:5+decay", "lolcats:5", "lolcats:5+decay"),
 )
+# exp of the last 5 and the first 2 keys, Hedgehog's features of the others, which fade.
+HYBRID = {
+    "attention": {**sr.variant("lolcats:5+decay").to_dict(), "global_keys": 2},
+    "layer_options": {"feature_map": "hedgehog", "temperature": True},
+}
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -150,17 +155,18 @@ def test_no_attention_of_transformers_is_chosen(
         "gla",
         "cosformer",
         "window:5",
+        "lolcats:5",
+        "hybrid",
     ],
 )
 def test_chunks_against_a_cache(name: str) -> None:
     """Several tokens at once after others: queries aligned to the last keys."""
-    model = build(name)
+    model = build(**HYBRID) if name == "hybrid" else build(name)
     ids = torch.randint(0, 61, (1, 20))
     whole = model(input_ids=ids).logits
-    cache, parts = None, []
+    cache, parts = DynamicCache(), []
     for part in ids.split([7, 1, 12], dim=1):
         out = model(input_ids=part, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
         parts.append(out.logits)
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-4)
 
@@ -235,7 +241,7 @@ def test_parts_that_a_file_lacks_start_as_in_a_fresh_model(name: str, tmp_path: 
 
 def test_packed_sequences_do_not_see_each_other() -> None:
     """Also with a decay: the full mask hides other sequences, and decays count from the key."""
-    for name in ("softmax", "forgetting", "window:3", "cosformer"):
+    for name in ("softmax", "forgetting", "window:3", "cosformer", "lolcats:3"):
         model = build(name)
         ids = torch.randint(0, 61, (1, 12))
         positions = torch.cat((torch.arange(7), torch.arange(5)))[None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -92,6 +93,48 @@ def test_an_option_adds_its_parameters_and_changes_the_output(name: str) -> None
     # A convolution, a temperature start as if they were not there.
     neutral = name in ("temperature", "convolution")
     assert torch.allclose(out, same, atol=1e-5) == neutral
+
+
+HYBRID = sr.AttentionSpec(series="power", order=1, window=3, global_keys=1, outside="series")
+
+
+@pytest.mark.parametrize("temperature", [False, True])
+@pytest.mark.parametrize("feature_map", ["cosine", "hedgehog", "rebased", "performer", "cosformer"])
+def test_a_feature_map_beside_a_window(feature_map: str, temperature: bool) -> None:
+    """It maps the queries and keys of the series; a temperature multiplies all queries."""
+    torch.manual_seed(0)
+    options = {"feature_map": feature_map, "temperature": temperature}
+    mapped = Attention(32, 4, HYBRID, num_kv_heads=2, options=options).double()
+    plain = Attention(32, 4, HYBRID, num_kv_heads=2).double()
+    weights = mapped.state_dict()
+    plain.load_state_dict({key: weights[key] for key in plain.state_dict()})
+    if temperature:
+        torch.nn.init.constant_(mapped.temperature_logit, math.log(2))
+        with torch.no_grad():
+            plain.q_proj.weight.mul_(2)
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    given, inside = mapped.project(x), plain.project(x)
+    torch.testing.assert_close(given[:3], inside[:3])
+    assert inside.outside_q is inside.outside_k is None
+    q, k = plain.project(x)[:2] if not temperature else (given.q / 2, given.k)
+    features = mapped.feature_map(q, k, torch.arange(9)[None])
+    torch.testing.assert_close(given.outside_q, features[0] * (2 if temperature else 1))
+    torch.testing.assert_close(given.outside_k, features[1])
+    found, same = mapped(x), plain(x)
+    torch.testing.assert_close(found[:, :4], same[:, :4])  # nothing is outside
+    assert not torch.allclose(found[:, 4:], same[:, 4:])
+    first, state = mapped(x[:, :5], return_state=True)
+    rest = mapped(x[:, 5:], state=state)
+    torch.testing.assert_close(torch.cat((first, rest), 1), found)
+
+
+def test_decays_per_channel_beside_a_window_need_features_of_the_same_width() -> None:
+    spec = dataclasses.replace(HYBRID, decay="channel")
+    options = {"feature_map": "hedgehog"}
+    with pytest.raises(ValueError, match="'hedgehog' makes keys of width 16 outside the window"):
+        Attention(32, 4, spec, options=options)
+    layer = Attention(32, 4, spec, options={"feature_map": "rebased"})
+    assert layer(torch.randn(2, 9, 32)).isfinite().all()
 
 
 def test_options_of_a_name_and_in_its_place() -> None:

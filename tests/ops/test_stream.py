@@ -50,19 +50,30 @@ def test_gates_come_with_their_tokens_and_nothing_else_is_held() -> None:
     assert not stream.state.sums.requires_grad
 
 
-@pytest.mark.parametrize("name", [name for name, spec in WIDENED.items() if spec.has_state])
-def test_decays_come_with_their_tokens(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [
+        (name, width)
+        for name, spec in WIDENED.items()
+        for width in (None, 5)[: 2 if spec.outside == "series" else 1]
+        if spec.has_state
+    ],
+)
+def test_decays_come_with_their_tokens(name: str, width: int | None) -> None:
+    """And queries and keys outside the window, of a width of their own."""
     spec = WIDENED[name]
-    case = make_case(spec, mask="padding", shape=Shape(queries=40, keys=40))
+    case = make_case(spec, mask="padding", shape=Shape(queries=40, keys=40, outside_width=width))
     expected = case.run(sr.attention, form="dense")["out"]
     given = dict(case.tensors)
     tokens, decay = [given.pop(key) for key in "qkv"], given.pop("log_decay", None)
+    outside = {key: given.pop(key) for key in ("outside_q", "outside_k") if key in given}
     stream, outs = sr.Stream(spec, **given), []
     for here in (slice(0, 11), slice(11, 12), slice(12, 12), slice(12, 40)):
         per_token = decay is not None and decay.ndim > 1
         own = decay[:, :, here] if per_token else decay
         mask = case.mask[..., here]
-        outs.append(stream(*(x[:, :, here] for x in tokens), mask=mask, log_decay=own))
+        others = {key: x[:, :, here] for key, x in outside.items()}
+        outs.append(stream(*(x[:, :, here] for x in tokens), mask=mask, log_decay=own, **others))
     torch.testing.assert_close(torch.cat(outs, dim=2), expected)
 
 

@@ -158,13 +158,16 @@ def cosformer(layer: sr.Attention, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -
     return weights / weights.sum(-1, keepdim=True).clamp(min=1e-6) @ v
 
 
-def hedgehog(layer: sr.Attention, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    def phi(x: Tensor, matrix: Tensor) -> Tensor:
-        y = torch.einsum("bhti,hoi->bhto", x, matrix)
-        return torch.cat((y.softmax(-1), (-y).softmax(-1)), -1)
+def softmaxes(x: Tensor, matrix: Tensor) -> Tensor:
+    """Hedgehog's features."""
+    y = torch.einsum("bhti,hoi->bhto", x, matrix)
+    return torch.cat((y.softmax(-1), (-y).softmax(-1)), -1)
 
+
+def hedgehog(layer: sr.Attention, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     own = layer.feature_map
-    return quotient(phi(q, own.q_matrix), phi(k, own.k_matrix.repeat_interleave(2, 0)), v)
+    matrix = own.k_matrix.repeat_interleave(2, 0)
+    return quotient(softmaxes(q, own.q_matrix), softmaxes(k, matrix), v)
 
 
 def window(layer: sr.Attention, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -181,6 +184,16 @@ def window_taylor(layer: sr.Attention, x: Tensor, q: Tensor, k: Tensor, v: Tenso
     near = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(-2)
     far = layer.outside_logit.exp()[:, None, None] * (1 + scores + scores**2 / 2)
     weights = torch.where(near, scores.exp(), far).tril()
+    return weights / weights.sum(-1, keepdim=True) @ v
+
+
+def lolcats(layer: sr.Attention, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    own = layer.feature_map
+    features = softmaxes(q, own.q_matrix), softmaxes(k, own.k_matrix.repeat_interleave(2, 0))
+    factor = layer.outside_logit.exp()[:, None, None] / math.sqrt(16)
+    near = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(-2)
+    far = factor * (features[0] @ features[1].mT)
+    weights = torch.where(near, (q @ k.mT / math.sqrt(8)).exp(), far).tril()
     return weights / weights.sum(-1, keepdim=True) @ v
 
 
@@ -215,6 +228,7 @@ FORMULAS: dict[str, System] = {
     "hedgehog": hedgehog,
     "window:3": window,
     "window_taylor": window_taylor,
+    "lolcats:3": lolcats,
     "taylor_norm:3": taylor_norm,
     "polynomial:3": polynomial,
 }

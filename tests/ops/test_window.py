@@ -16,7 +16,8 @@ from cases import WIDENED, Case, Shape, assert_close, make_case
 from softmax_rnn.ops import reference
 
 NAMES = [name for name, spec in WIDENED.items() if spec.outside == "series"]
-SPLITS = [(40,), (1,) * 40, (17, 1, 22), (3, 30, 7)]
+FORTY = Shape(queries=40, keys=40)
+SPLITS = [(40,), (1,) * 40, (17, 1, 0, 22), (3, 30, 7)]
 
 
 PER_TOKEN = ("q", "k", "v", "log_decay", "outside_q", "outside_k")
@@ -28,7 +29,7 @@ def drawn(
     name: str,
     mask: str = "none",
     width: int | None = None,
-    shape: Shape = Shape(queries=40, keys=40),
+    shape: Shape = FORTY,
 ) -> Case:
     """A case; ``width`` is that of other queries and keys outside the window."""
     shape = dataclasses.replace(shape, outside_width=width)

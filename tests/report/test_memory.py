@@ -35,6 +35,17 @@ CACHE = 2 * 128 * 256 * 4  # keys and values of 4 heads of width 32, for 256 tok
             CACHE // 4 + 4 * 33 * 33 * 4,
             "state and window",
         ),
+        (
+            {
+                **{"series": "taylor", "order": 1, "window": 60},
+                "global_keys": 4,
+                "outside": "series",
+            },
+            CACHE // 4 + 4 * 33 * 33 * 4,
+            "state and window",
+        ),
+        # Twice as many features as channels, which recent keys have besides.
+        ("lolcats", CACHE // 4 + 4 * 64 * 64 * 4 + 4 * 64 * 33 * 4, "state and window"),
     ],
 )
 def test_the_size_of_what_is_kept(attention: str | dict[str, Any], size: int, kind: str) -> None:

@@ -149,8 +149,9 @@ def analyze(
     windows are the head's own: the weights of softmax and of every series are multiplied by the
     same decay, and hidden keys count nowhere. The terms are those of *exp's* series of these
     scores, whatever series and denominator the head itself uses (Taylor, a single power, a length;
-    with ``outside="series"`` also inside the window). The errors are those of attention by a series
-    of each order, divided by its row sum, against the softmax of these scores.
+    with ``outside="series"`` also inside the window, whose queries and keys count everywhere). The
+    errors are those of attention by a series of each order, divided by its row sum, against the
+    softmax of these scores.
 
     The shift of a row is the middle of its scores: then the largest ``|s - c|`` is as small as
     possible, and with it the bound of the Taylor remainder. On trained heads, the mean of the

@@ -215,7 +215,11 @@ class ConvertedLayer(AttentionCore):
         earlier = key.shape[2] - query.shape[2]
         positions = torch.arange(start, start + key.shape[2], device=key.device).unsqueeze(0)
         mapped = self.map_features(F.pad(query, (0, 0, earlier, 0)), key, positions)
-        far = None if mapped.outside_q is None else mapped.outside_q[:, :, earlier:]
+        far = mapped.outside_q
+        if far is not None:
+            far = far[:, :, earlier:]
+            if self.record.scaled_by_family:  # the number is that of the width inside the window
+                far = far * (query.shape[3] / far.shape[3]) ** 0.5
         return mapped._replace(q=mapped.q[:, :, earlier:], outside_q=far)
 
 

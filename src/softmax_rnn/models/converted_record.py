@@ -58,9 +58,7 @@ class ConvertedAttention:
     def spec(self) -> AttentionSpec:
         """The spec with the family's scale and sinks."""
         spec = AttentionSpec.from_dict(self.attention)
-        scale = spec.scale
-        if scale == INVERSE_SQRT or (scale is None and spec.feature_map == "identity"):
-            scale = self.scaling
+        scale = self.scaling if self.scaled_by_family else spec.scale
         denominator = spec.denominator
         if self.sinks and denominator == "sum":
             denominator = "sum_plus_sink"
@@ -71,6 +69,12 @@ class ConvertedAttention:
         """The source's own attention, softmax."""
         sinks: Denominator = "sum_plus_sink" if self.sinks else "sum"
         return AttentionSpec(scale=self.scaling, denominator=sinks)
+
+    @property
+    def scaled_by_family(self) -> bool:
+        """Whether scores are scaled by the family's number, in place of ``"1/sqrt(d)"``."""
+        spec = AttentionSpec.from_dict(self.attention)
+        return spec.scale == INVERSE_SQRT or (spec.scale is None and spec.feature_map == "identity")
 
     def check(self) -> None:
         """Raise ``ValueError`` for an attention that the family's module cannot have."""

@@ -18,6 +18,7 @@
 | ``hedgehog``        | Hedgehog (Zhang et al., 2024)                           |
 | ``window``          | Longformer's window (Beltagy et al., 2020)              |
 | ``window_taylor``   | exp in the window, a Taylor series outside, one row sum |
+| ``lolcats``         | LoLCATs: Hedgehog's maps outside (Zhang et al., 2024)   |
 | ``taylor_norm``     | the paper's L2 norm on a Taylor series                  |
 | ``polynomial``      | learned coefficients >= 0, under the L2 norm            |
 """
@@ -85,6 +86,10 @@ SYSTEMS: dict[str, Variant] = {
     # Windows.
     "window": Variant(Spec(window=_WINDOW)),
     "window_taylor": Variant(replace(_TAYLOR, window=_WINDOW, outside="series")),
+    "lolcats": Variant(
+        Spec(series="power", order=1, window=_WINDOW, outside="series"),
+        Layer(feature_map="hedgehog"),
+    ),
     # The paper's norm, of a finite series.
     "taylor_norm": Variant(replace(_TAYLOR, denominator="none", norm="l2")),
     "polynomial": Variant(Spec(series="polynomial", order=2, denominator="none", norm="l2")),

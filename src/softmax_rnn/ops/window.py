@@ -68,7 +68,9 @@ def window_and_series(
             assert state.first is not None
             near = near.after_first(state.first)
         among = first_visible(near.mask, near.k.shape[2], spec.global_keys, k.device)
-        if keep_state:
+        if state is not None and not k.shape[2]:  # no key has left the window
+            first = state.first
+        elif keep_state:
             first = near.first(spec.global_keys, among, spec.window)
         far = far.without(among[:, near.k.shape[2] - far.k.shape[2] :])
     far = far.shifted(spec.window) if state is None else far.part(slice(k.shape[2]))
