@@ -157,7 +157,7 @@ def _row_losses(
     model: PreTrainedModel, rows: Sequence[dict[str, Tensor]], progress: Callable[[int], None]
 ) -> NDArray[np.float64]:
     """The mean loss of every row."""
-    found = losses(model, list(rows), progress=progress)
+    found = losses(model, rows, progress=progress)
     sums, counts = (x.double().sum(1).numpy() for x in (found.losses, found.predicted))
     return sums / counts
 

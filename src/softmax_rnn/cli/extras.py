@@ -15,11 +15,13 @@ EXTRAS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "gguf": "gguf",
+    "peft": "convert",
+    "lm_eval": "evaluate",
 }
 
 
 # The commands that need "train" alone, known before the parser can be imported.
-OF_TRAIN = ("train", "prepare", "generate", "variants")
+OF_TRAIN = ("train", "prepare", "generate", "variants", "evaluate")
 
 
 def install_hint(error: ModuleNotFoundError, command: str, needs: str) -> str | None:

@@ -15,10 +15,15 @@ from jsonargparse import ArgumentParser, Namespace
 from softmax_rnn import __version__
 from softmax_rnn._utils.errors import EXIT_CODES
 from softmax_rnn._utils.plain_yaml import parse_yaml
-from softmax_rnn.cli import convert_command, result_commands, run_commands
+from softmax_rnn.cli import convert_command, evaluate_command, result_commands, run_commands
 from softmax_rnn.training.config import RunConfig
 
-COMMANDS = {**run_commands.COMMANDS, **convert_command.COMMANDS, **result_commands.COMMANDS}
+COMMANDS = {
+    **run_commands.COMMANDS,
+    **convert_command.COMMANDS,
+    **result_commands.COMMANDS,
+    **evaluate_command.COMMANDS,
+}
 
 
 class _Parser(ArgumentParser):

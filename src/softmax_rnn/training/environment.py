@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("softmax-rnn", "torch", "transformers", "accelerate", "tokenizers", "numpy", "triton")
+_PACKAGES = (
+    *("softmax-rnn", "torch", "transformers", "accelerate", "tokenizers", "numpy", "triton"),
+    "lm_eval",
+)
 
 
 def environment() -> dict[str, Any]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from safetensors import SafetensorError
@@ -26,7 +25,6 @@ from softmax_rnn._utils.files import write_json
 from softmax_rnn._utils.integrity import seal
 from softmax_rnn._utils.progress import ProgressBar, notice
 from softmax_rnn.data import CorpusError, PreparedCorpus, Rows, TaskCorpus
-from softmax_rnn.data.rows import IGNORED
 from softmax_rnn.models.modeling import checkpoint_activations
 from softmax_rnn.training.checkpoint import (
     PROGRESS,
@@ -40,6 +38,7 @@ from softmax_rnn.training.config import ConversionConfig, TrainingConfig
 from softmax_rnn.training.distributed import gather, of_other_processes, shard, together
 from softmax_rnn.training.folder import RunFolder, append_row, read_rows, step_of
 from softmax_rnn.training.lora import merged_weights
+from softmax_rnn.training.losses import autocast, token_losses
 from softmax_rnn.training.metrics import MetricRows
 from softmax_rnn.training.objectives import objective
 from softmax_rnn.training.optimizer import adamw
@@ -271,16 +270,12 @@ class Loop:
         self._end_if_accurate(self.step, accuracy)
         self.bar.update(self.step, f"test {loss:.3f}")
 
-    @torch.no_grad()
     def test_batch(self, places: Sequence[int]) -> Tensor:
         """Of each of these test rows: its losses' sum, its right and its predicted tokens."""
         batch = self._batch([self.test_rows[place] for place in places])
-        labels = batch.pop("labels")[:, 1:]
         with self._autocast():
-            logits = self.model(**batch, use_cache=False).logits[:, :-1].float()
-        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")  # 0 at -100
-        right = logits.argmax(-1) == labels
-        return torch.stack([x.double().sum(1) for x in (losses, right, labels != IGNORED)])
+            found = token_losses(self.model, batch)
+        return torch.stack([x.double().sum(1) for x in found])
 
     def save(self) -> None:
         """Write a checkpoint under a temporary name, with hashes, and rename it."""
@@ -372,7 +367,4 @@ class Loop:
         return {name: x.to(device) for name, x in default_collate(rows).items()}
 
     def _autocast(self) -> torch.autocast:
-        device = self.accelerator.device.type
-        wanted = self.config.precision
-        bf16 = wanted == "bf16" or (wanted == "auto" and device == "cuda")
-        return torch.autocast(device, torch.bfloat16, enabled=bf16)
+        return autocast(self.accelerator.device, self.config.precision)

@@ -29,13 +29,14 @@ class OpenedModel(NamedTuple):
     tokenizer_name: str
 
 
-def open_model(source: str) -> OpenedModel:
+def open_model(source: str, *, end_of_text: str | None = None) -> OpenedModel:
     """A model and its tokenizer.
 
     Args:
         source: the folder of a run (its newest intact checkpoint is used), of one of its
             checkpoints or of a saved model; a GGUF file; or ``hf:owner/name``, a repository of the
             Hugging Face Hub.
+        end_of_text: token of the tokenizer that ends each document; by default its own.
 
     Raises:
         FileNotFoundError: if there is no model in the folder.
@@ -50,7 +51,9 @@ def open_model(source: str) -> OpenedModel:
         places = map(RunFolder, (Path(source), folder.parent))
         run = next((run for run in places if run.exists), None)
         model = load_trained(folder)
-    tokenizer = load_tokenizer(name, local=not source.startswith(HUB), ends=False)
+    tokenizer = load_tokenizer(
+        name, end_of_text=end_of_text, local=not source.startswith(HUB), ends=False
+    )
     return OpenedModel(model.eval(), tokenizer, run, name)
 
 
