@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
@@ -53,10 +54,22 @@ class ConvertedLayer(AttentionCore):
         if record.sinks:  # the family's parameter
             self.sink = None
 
-    def attach(self, module: nn.Module) -> None:
-        """Become the submodule of ``module`` that computes its attention."""
+    def attach(self, module: nn.Module) -> RemovableHandle:
+        """Become the submodule of ``module`` that computes its attention; return its hook."""
         module.add_module(PART, self)
-        module.register_forward_pre_hook(pass_inputs, with_kwargs=True)
+        return module.register_forward_pre_hook(pass_inputs, with_kwargs=True)
+
+    def project(
+        self, query: Tensor, key: Tensor, value: Tensor, inputs: _Inputs, cache: Any = None
+    ) -> Projected:
+        """What the operation takes; arguments as in :meth:`forward`, with this layer's cache."""
+        log_decay, gate = self.decay_and_gate(inputs.hidden_states, key.dtype)
+        log_decay, gate = self._with_earlier(log_decay, gate, key, query.shape[2], cache)
+        state = cache.state if isinstance(cache, StateLayer) else None
+        q, k = self._mapped(query, key, 0 if state is None else state.tokens)
+        gated = value if gate is None else value * gate.unsqueeze(-1)
+        ungated = value[:, :, value.shape[2] - query.shape[2] :]
+        return Projected(q, k, gated, log_decay, ungated, None)
 
     def forward(
         self,
@@ -86,18 +99,12 @@ class ConvertedLayer(AttentionCore):
         if inputs.cache is not None and self.record.index < len(inputs.cache.layers):
             cache = inputs.cache.layers[self.record.index]
         mask, causal = self._visible(mask, key, causal, cache)
-        log_decay, gate = self.decay_and_gate(inputs.hidden_states, key.dtype)
-        log_decay, gate = self._with_earlier(log_decay, gate, key, query.shape[2], cache)
-        state = cache.state if isinstance(cache, StateLayer) else None
-        q, k = self._mapped(query, key, 0 if state is None else state.tokens)
-        gated = value if gate is None else value * gate.unsqueeze(-1)
-        ungated = value[:, :, value.shape[2] - query.shape[2] :]
-        projected = Projected(q, k, gated, log_decay, ungated, None)
+        projected = self.project(query, key, value, inputs, cache)
         options: dict[str, Any] = {"mask": mask, "causal": causal}
         if sinks is not None:
             options["sink"] = sinks
         if isinstance(cache, StateLayer):
-            options |= {"state": state, "return_state": True}
+            options |= {"state": cache.state, "return_state": True}
             out, cache.state = self.attend(inputs.hidden_states, projected, **options)
         else:
             out = self.attend(inputs.hidden_states, projected, **options)
