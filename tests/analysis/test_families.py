@@ -138,7 +138,9 @@ def test_one_is_added_to_the_row_sum() -> None:
     assert (found.score_range == 0).all()
 
 
-@pytest.mark.parametrize("message", [x for x in REFUSED if "ViT" not in REFUSED[x][0]])
+@pytest.mark.parametrize(
+    "message", [x for x in REFUSED if REFUSED[x][0] in ("Gemma2", "Bloom", "GPT2")]
+)
 def test_what_is_not_computed_is_named(message: str) -> None:
     model = refused(message)
     before = type(model), model.config.to_dict()

@@ -91,15 +91,12 @@ def analyze(
             not compute; the message names it.
         FloatingPointError: if a score is not finite.
     """
-    ids, shown = _checked(ids, mask, model.config.vocab_size)
     for name, value in (("order", order), ("max_order", max_order)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{name} must be an integer >= 0, not {value!r}.")
     if not 0 < tolerance < math.inf:
         raise ValueError(f"tolerance must be a finite number > 0, not {tolerance!r}.")
     max_order = max(order, max_order)
-    lengths = shown.sum(1)
-    most_pairs = int((lengths * (lengths + 1) // 2).sum())
     found: dict[int, LayerTerms] = {}
     counted = 0  # calls of layers, over all sequences
 
@@ -112,9 +109,12 @@ def analyze(
         progress(counted / (len(ids) * len(layers)))
 
     with torch.no_grad(), ExitStack() as undo:
+        layers = undo.enter_context(attention_layers(model))
+        ids, shown = _checked(ids, mask, model.config.vocab_size)
+        lengths = shown.sum(1)
+        most_pairs = int((lengths * (lengths + 1) // 2).sum())
         undo.callback(model.train, model.training)
         model.eval()
-        layers = undo.enter_context(attention_layers(model))
         for index, row in enumerate(shown):
             with observed(layers, add, row):
                 # One sequence at a time, and no logits, to limit memory.

@@ -43,7 +43,7 @@ def table(analysis: Analysis) -> Table:
         powers = powers.iloc[:, : kept + 1].add_prefix("power ")
         powers[f"{kept + 1} and up"] = (1 - powers.sum(axis=1)).clip(lower=0)
         heads = heads.merge(powers, on=keys)
-        columns = {**_SCORES, **{name: (name, "{:.1%}") for name in powers}, **_REST}
+        columns = {**_SCORES, **{str(name): (str(name), "{:.1%}") for name in powers}, **_REST}
     beyond = dict.fromkeys(ORDERS, f"> {analysis.max_order}")
 
     def cell(name: str, values: pd.Series) -> str:
