@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,21 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import softmax_rnn as sr
 from head_loops import MAX_ORDER, ORDER, ORDERS, TOLERANCE, Call, by_loops
 from softmax_rnn.analysis import orders, terms
-from softmax_rnn.analysis.analyze import Analysis, analyze, analyze_checkpoint, write
+from softmax_rnn.analysis.analyze import analyze, analyze_checkpoint
 from softmax_rnn.analysis.figure import draw
-from softmax_rnn.data import TokenBlocks
+from softmax_rnn.analysis.result import Analysis, write
+from softmax_rnn.analysis.table import table
+from softmax_rnn.data import TaskRows, TokenBlocks, parse_task
 from softmax_rnn.data.tokenizer import byte_tokenizer
 from softmax_rnn.ops import layer_core as layer_module
-from softmax_rnn.training import train
+from softmax_rnn.training import RunConfig, train
 from softmax_rnn.training.run import load_corpus
-from test_modeling import TINY, build
+from test_modeling import build
 from tiny import tiny
 
 IDS = torch.randint(0, 61, (3, 11), generator=torch.Generator().manual_seed(1))
@@ -94,7 +97,7 @@ def test_every_statistic_is_that_of_the_loops(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(terms, "_ROWS", 4)
     model = model_of(SPECS[name])
     found = check(model, None, monkeypatch)
-    assert found.spec == model.config.spec
+    assert found.specs == {0: model.config.spec, 1: model.config.spec}
     if name == "softmax":
         assert found.heads.max_score.min() > 3  # else little was put to the test
         assert found.heads.order_needed.min() > 3
@@ -176,7 +179,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert model.training
     with torch.no_grad():
         next(model.parameters()).fill_(math.nan)
-    with pytest.raises(FloatingPointError, match=r"A score of model.layers.0.self_attn is not fin"):
+    with pytest.raises(FloatingPointError, match=r"A score of layer 0 is not fin"):
         analyze(model, IDS)
     assert model.training
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -210,16 +213,10 @@ def test_mistakes_are_named(ids: Tensor, options: dict[str, Any], message: str) 
         analyze(build("softmax"), ids, **options)
 
 
-def test_another_model_is_refused() -> None:
-    llama = LlamaForCausalLM(LlamaConfig(**TINY))
-    with pytest.raises(ValueError, match="LlamaForCausalLM without this package's attention"):
-        analyze(llama, IDS)
-
-
 def printed(analysis: Analysis) -> list[str]:
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(analysis.table())
+        console.print(table(analysis))
     return [line.rstrip() for line in capture.get().splitlines() if line.strip()]
 
 
@@ -238,7 +235,7 @@ def test_the_table_lines_up(order: int) -> None:
     columns = ("order_bound", *ORDERS)
     assert rows[0].split()[-4:] == [str(getattr(first, name)) for name in columns]
     shares = [float(cell[:-1]) for cell in rows[0].split() if cell.endswith("%")]
-    assert sum(shares) == pytest.approx(100, abs=0.3)
+    assert sum(shares[:-2]) == pytest.approx(100, abs=0.3)  # after them: first, last 16
 
 
 def test_files_hold_what_was_found(tmp_path: Path) -> None:
@@ -252,7 +249,7 @@ def test_files_hold_what_was_found(tmp_path: Path) -> None:
     assert list(heads.order_needed.isna()) == list(found.heads.order_needed.isna())
     settings = json.loads(paths[2].read_text())
     assert settings == {
-        "spec": sr.variant("softmax").to_dict(),
+        "specs": {layer: sr.variant("softmax").to_dict() for layer in "01"},
         "order": 3,
         "tolerance": 0.01,
         "max_order": 3,
@@ -295,9 +292,25 @@ def test_a_panel_without_a_share_to_show_says_why(tmp_path: Path) -> None:
     assert f"terms of a score of {found.heads.max_score.max():,.0f} are near" in drawn
 
 
-def test_many_heads_are_drawn_by_layer(tmp_path: Path) -> None:
+def test_many_heads_are_shown_by_layer(tmp_path: Path) -> None:
     model = model_of("softmax", num_hidden_layers=13)
-    _, svg = draw(analyze(model, IDS[:1, :3], max_order=10), tmp_path)
+    found = analyze(model, IDS[:1, :3], max_order=2, order=2)
+    heads = found.heads
+    header, _, *rows = printed(found)
+    assert header.split()[:3] == ["layer", "max", "|s|"]
+    assert "power" not in header
+    for layer, row in enumerate(rows[:13]):
+        cells = re.split(r"\s{2,}", row.strip())
+        assert cells[0] == str(layer)
+        here = heads.query(f"layer == {layer}")
+        low, high = here.max_score.min(), here.max_score.max()
+        assert cells[1] == f"{low:.2f} to {high:.2f}"
+        low, high = f"{here.sink_share.min():.1%}", f"{here.sink_share.max():.1%}"
+        assert cells[3] == f"{low} to {high}"
+        assert ("> 2" in cells[6]) == bool(here.order_needed.isna().any())
+    assert heads.order_needed.isna().any()
+    assert "The 4 heads of each layer, lowest to highest." in " ".join(rows[13:])
+    _, svg = draw(found, tmp_path)
     drawn = " ".join(ElementTree.parse(svg).getroot().itertext())
     assert "12" in drawn
     assert "layer.head" not in drawn
@@ -320,13 +333,59 @@ def test_a_run_is_measured_on_its_own_test_split(texts: Path, tmp_path: Path) ->
     assert everything.tokens == len(split) * config.block_size
 
 
+def test_padding_of_a_task_is_not_measured(tmp_path: Path) -> None:
+    """Rows of 16 tokens are padded to 32."""
+    corpus = "task:mqar?settings=16x2,32x4&vocab=32"
+    config = RunConfig(
+        corpus=corpus, block_size=32, steps=1, batch_size=2, hidden_size=16, intermediate_size=16,
+        num_layers=1, num_heads=2, num_kv_heads=2,
+    )  # fmt: skip
+    run = train(config, tmp_path / "run")
+    found = analyze_checkpoint(run.path, blocks=6, order=2)
+    rows = TaskRows(parse_task(corpus, 32), "test", config.split_seed)
+    chosen = np.linspace(0, len(rows) - 1, 6).round().astype(int)
+    pairs = [int((rows[index]["labels"] >= 0).sum()) for index in chosen]
+    lengths = [{2: 16, 4: 32}[count] for count in pairs]
+    assert found.tokens == sum(lengths) < 6 * 32
+    model = sr.SoftmaxRNNForCausalLM.from_pretrained(run.checkpoints[-1])
+    short = [index for index, length in zip(chosen, lengths, strict=True) if length == 16]
+    ids = torch.stack([rows[index]["input_ids"] for index in short])
+    mask = torch.arange(32).expand(len(ids), 32) < 16
+    alone, masked = analyze(model, ids[:, :16]), analyze(model, ids, mask=mask)
+    pd.testing.assert_frame_equal(alone.heads, masked.heads, rtol=1e-4)
+
+
 def test_a_model_outside_a_run_needs_a_corpus(texts: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     build("softmax", vocab_size=257, max_position_embeddings=16).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     with pytest.raises(ValueError, match="is not the folder of a run, so a corpus must be given"):
         analyze_checkpoint(folder)
-    assert analyze_checkpoint(folder, corpus=str(texts), blocks=2).tokens == 32
+    given: dict[str, Any] = {"corpus": str(texts), "blocks": 2, "order": 1}
+    assert analyze_checkpoint(folder, **given).tokens == 32
+    assert analyze_checkpoint(folder, **given, block_size=12).tokens == 24
+    with pytest.raises(ValueError, match="block_size must be at most the 16 positions"):
+        analyze_checkpoint(folder, **given, block_size=17)
+    with pytest.raises(ValueError, match="block_size must be an integer >= 1, not 0"):
+        analyze_checkpoint(folder, **given, block_size=0)
+
+
+@pytest.mark.parametrize("kind", ["a family's", "converted"])
+def test_a_saved_model_of_another_family(kind: str, texts: Path, tmp_path: Path) -> None:
+    """With its own tokenizer; positions are limited, so blocks are shorter."""
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=257, n_embd=16, n_layer=2, n_head=2, n_positions=20)
+    ).eval()
+    model = sr.convert(model, "taylor:2+decay") if kind == "converted" else model
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    found = analyze_checkpoint(str(tmp_path), corpus=str(texts), blocks=2, order=1)
+    assert found.tokens == 40
+    assert bool(found.note) == (kind == "converted")
+    config = RunConfig(corpus=str(texts), tokenizer=str(tmp_path), block_size=20)
+    split = TokenBlocks(load_corpus(config), "test", 20)
+    ids = torch.stack([split[index]["input_ids"] for index in (0, len(split) - 1)])
+    pd.testing.assert_frame_equal(found.heads, analyze(model, ids, order=1).heads)
 
 
 def test_mistakes_with_a_checkpoint_are_named(tmp_path: Path) -> None:

@@ -32,6 +32,16 @@ def test_counts_are_those_of_the_rows() -> None:
     assert rows.drawn_tokens(0, 10, 50) == 40 * 32
 
 
+def test_lengths_are_those_without_padding() -> None:
+    rows, numbers = TaskRows(TASK, "test", 0), np.arange(40)
+    asked = [int((rows[number]["labels"] != -100).sum()) for number in numbers]
+    expected = [{2: 16, 4: 32}[count] for count in asked]
+    assert rows.lengths(numbers).tolist() == expected
+    assert len(set(expected)) == 2
+    whole = TaskRows(parse_task("task:parity", 12), "train", 0)
+    assert whole.lengths(numbers[:3]).tolist() == [12, 12, 12]
+
+
 def test_the_test_split_has_an_end() -> None:
     rows = TaskRows(TASK, "test", 0)
     assert len(rows) == TEST_ROWS

@@ -424,12 +424,18 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_families_that_cannot_be_kept(message: str) -> None:
+def refused(message: str) -> PreTrainedModel:
+    """The model that is refused with this message."""
     family, kind, fields = REFUSED[message]
     small = {"vocab_size": 61, "hidden_size": 32, "d_model": 32, "n_layer": 2, "n_head": 4}
     config = getattr(transformers, f"{family}Config")(**(fields or small))
     model: PreTrainedModel = getattr(transformers, kind)(config)
+    return model
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_families_that_cannot_be_kept(message: str) -> None:
+    model = refused(message)
     before = type(model), model.config.to_dict()
     with pytest.raises(ValueError, match=message):
         sr.convert(model, "softmax")

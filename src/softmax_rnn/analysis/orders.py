@@ -50,10 +50,14 @@ class Rows(NamedTuple):
         x = (self.scores - center[..., None]) / unit[..., None]
         return x.masked_fill_(self.factor == 0, 0)
 
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """The weights [H, R, S] in units of ``exp(top)``, and ``top`` [H, R]."""
+        top = self.scores.masked_fill(self.factor == 0, -torch.inf).amax(-1)
+        return (self.scores - top[..., None]).clamp_(max=0).exp_().mul_(self.factor), top
+
     def exact(self) -> tuple[Tensor, Tensor]:
         """The sums ``sum_s w v_s`` [H, R, E + 1] in units of ``exp(top)``, and ``top`` [H, R]."""
-        top = self.scores.masked_fill(self.factor == 0, -torch.inf).amax(-1)
-        weights = (self.scores - top[..., None]).clamp_(max=0).exp_().mul_(self.factor)
+        weights, top = self.weights()
         return weights @ self.v, top
 
 

@@ -10,11 +10,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from softmax_rnn.analysis.inputs import HeadInputs
 from softmax_rnn.analysis.orders import Rows, add_errors, chebyshev, summed, taylor
-from softmax_rnn.ops.decay import fade_, per_key_decay
-from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.forms.row_sums import compute_dtype, visible, visible_count
-from softmax_rnn.ops.layer import Attention
+from softmax_rnn.analysis.weights import WeightSums
+from softmax_rnn.ops.decay import fade_
 from softmax_rnn.ops.series import MAX_RADIUS, order_for
 
 PERCENTILE = 99
@@ -25,22 +24,20 @@ _ROWS, _SCORES = 128, 2**19  # limits per step: queries, and scores of all heads
 class LayerTerms:
     """The sums of one layer over all sequences; kept as logarithms if they could overflow.
 
-    ``shown`` [N, T] is false at padding.
+    Args:
+        layer: its number.
+        like: a tensor [H, ...] on the layer's device.
+        order: the highest power to report.
+        max_order: the highest order to try.
+        most_pairs: at least the number of pairs of tokens that a head sees in all sequences.
     """
 
-    def __init__(self, name: str, module: Attention, order: int, max_order: int, shown: Tensor):
-        self.name, self.module, self.order = name, module, order
-        spec = module.spec
-        self.window = spec.hiding_window, spec.global_keys
-        size = shown.shape[1]
-        mask = shown[:, None, None]
-        counts = visible_count(size, size, True, mask, shown.device, *self.window)
-        # Visible pairs of a head, over all sequences.
-        self.pairs = int((counts * shown[:, None]).sum())
+    def __init__(self, layer: int, like: Tensor, order: int, max_order: int, most_pairs: int):
+        self.layer, self.order = layer, order
         # How many of the largest |s| to keep: up to the two between which the percentile is.
-        self.kept = self.pairs - math.floor(PERCENTILE / 100 * (self.pairs - 1))
-        heads = module.q_proj.out_features // module.qk_dim
-        zeros = module.q_proj.weight.new_zeros((heads, max_order + 1), dtype=torch.float64)
+        self.kept = _below_percentile(most_pairs)
+        self.pairs = 0
+        zeros = like.new_zeros((len(like), max_order + 1), dtype=torch.float64)
         self.log_terms = torch.full_like(zeros[:, : order + 1], -math.inf)
         self.log_numerators = self.log_terms.clone()
         self.log_total = self.log_terms[:, 0].clone()
@@ -48,50 +45,42 @@ class LayerTerms:
         self.errors = {name: torch.zeros_like(zeros) for name in ORDERS}
         self.sum, self.mass, self.radius = (torch.zeros_like(self.log_total) for _ in range(3))
         self.largest = zeros[:, :0]
+        self.weights = WeightSums(zeros[:, 0])
 
-    def add(self, hidden: Tensor, positions: tuple[Tensor, Tensor] | None, shown: Tensor) -> None:
-        """Add a sequence: the layer's inputs [1, T, hidden]; ``shown`` [T] is false at padding."""
-        spec, mask = self.module.spec, shown[None, None, None]
-        given = self.module.project(hidden, positions, mask=mask)
-        dtype = compute_dtype(given.q.dtype)
-        q, k = (FEATURE_MAPS[spec.feature_map](x[0]).to(dtype) for x in given[:2])
-        groups = len(q) // len(k)
-        k, v = (x.repeat_interleave(groups, 0) for x in (k, given.v[0]))
+    def add(self, inputs: HeadInputs) -> None:
+        """Add a sequence."""
+        q, k, v, fading = inputs[:4]
         # A channel of ones sums the weights.
         values = torch.cat([v, torch.ones_like(v[..., :1])], -1).double()
-        largest = v[:, shown].abs().amax((1, 2)).double()
-        fading = per_key_decay(given.log_decay, given.k, mask)
-        if fading is not None:
-            fading = fading[0].cumsum(1).repeat_interleave(groups, 0)
-        q = q * spec.score_scale(q.shape[-1])
-        length = q.shape[1]
-        channels = q.shape[-1] if spec.decay == "channel" else 1
-        rows = max(1, min(_ROWS, _SCORES // (len(q) * length * channels)))
-        for chunk in shown.nonzero()[:, 0].split(rows):
+        largest = v[:, inputs.shown].abs().amax((1, 2)).double()
+        per_channel = fading is not None and fading.ndim == 3
+        channels = q.shape[-1] if per_channel else 1
+        size = max(1, min(_ROWS, _SCORES // (len(q) * q.shape[1] * channels)))
+        tokens = inputs.shown.nonzero()[:, 0]
+        for chunk in tokens.split(size):
             keys = int(chunk[-1]) + 1
             decay = None
             if fading is not None:
                 decay = fading[:, chunk, None] - fading[:, None, :keys]
-                decay = fade_(decay.clamp_(max=0).to(dtype))
+                decay = fade_(decay.clamp_(max=0).to(q.dtype))
             scores = _scores(q[:, chunk], k[:, :keys], decay)
-            if spec.clamp is not None:
-                scores = scores.clamp(max=spec.clamp)
+            if inputs.clamp is not None:
+                scores = scores.clamp(max=inputs.clamp)
             if not scores.isfinite().all():
-                raise FloatingPointError(f"A score of {self.name} is not finite.")
-            first = int(chunk[0])
-            last = keys - first, keys  # queries from the chunk's first on
-            seen = visible(*last, True, mask[..., :keys], q.device, *self.window)
-            assert seen is not None
-            seen = seen[0, 0, chunk - first]
+                raise FloatingPointError(f"A score of layer {self.layer} is not finite.")
+            seen = inputs.seen[chunk, :keys]
             factor = seen.expand_as(scores).double()
-            if decay is not None and decay.ndim == 3:
+            if decay is not None and not per_channel:
                 factor = decay.double().masked_fill_(~seen, 0)
             scores = scores.double().masked_fill_(~seen, 0)
-            self._add_rows(Rows(scores, factor, values[:, :keys], largest), seen)
+            rows = Rows(scores, factor, values[:, :keys], largest)
+            self.weights.add(rows, seen, int(tokens[0]), inputs.sink)
+            self._add_rows(rows, seen)
 
     def _add_rows(self, rows: Rows, seen: Tensor) -> None:
         """Add rows, whose queries see the keys ``seen`` [R, S]."""
         size = rows.scores.abs()
+        self.pairs += int(seen.sum())
         self.sum += rows.scores.sum((1, 2))
         self.mass += rows.factor.sum((1, 2))
         sizes = size.masked_fill(~seen, -1.0).flatten(1)  # -1: below every visible pair
@@ -131,9 +120,7 @@ class LayerTerms:
         ):
             add_errors(self.errors[name], rows, summed(terms, rows), center + unit)
 
-    def frames(
-        self, layer: int, tokens: int, tolerance: float
-    ) -> tuple[pd.DataFrame, pd.DataFrame]:
+    def frames(self, tokens: int, tolerance: float) -> tuple[pd.DataFrame, pd.DataFrame]:
         """The layer's rows of ``Analysis.heads`` and ``Analysis.powers``."""
         heads, powers = len(self.sum), self.order + 1
         mass = self.mass[:, None]
@@ -141,12 +128,13 @@ class LayerTerms:
         top = self.largest.cpu().numpy()
         # The percentile is between the two smallest |s| that were kept.
         fraction = PERCENTILE / 100 * (self.pairs - 1) % 1
-        lower, upper = top[:, -1], top[:, max(self.kept - 2, 0)]
+        last = _below_percentile(self.pairs) - 1
+        lower, upper = top[:, last], top[:, max(last - 1, 0)]
         log_share = (self.log_terms - self.log_total[:, None]).cpu().numpy()
         bounds = [order_for(tolerance, r) if r <= MAX_RADIUS else None for r in top[:, 0].tolist()]
         by_head = pd.DataFrame(
             {
-                "layer": layer,
+                "layer": self.layer,
                 "head": range(heads),
                 "max_score": top[:, 0],
                 "p99_score": lower + fraction * (upper - lower),
@@ -154,11 +142,12 @@ class LayerTerms:
                 "max_radius": self.radius.cpu().numpy(),
                 **{name: _lowest(within <= tolerance) for name, within in errors.items()},
                 "order_bound": pd.array(bounds, dtype="Int64"),
+                **self.weights.columns(),
             }
         )
         by_power = pd.DataFrame(
             {
-                "layer": layer,
+                "layer": self.layer,
                 "head": np.repeat(np.arange(heads), powers),
                 "power": np.tile(np.arange(powers), heads),
                 "term": (self.log_terms - mass.log()).exp().flatten().cpu().numpy(),
@@ -177,6 +166,11 @@ def _scores(q: Tensor, k: Tensor, decay: Tensor | None) -> Tensor:
     if decay is None or decay.ndim == 3:
         return q @ k.mT
     return ((decay * k[:, None]) @ q[..., None]).squeeze(-1)
+
+
+def _below_percentile(pairs: int) -> int:
+    """How many of the largest of so many numbers reach to the next one below the percentile."""
+    return pairs - math.floor(PERCENTILE / 100 * (pairs - 1))
 
 
 def _lowest(within: np.ndarray) -> pd.api.extensions.ExtensionArray:

@@ -75,10 +75,19 @@ def _generate(parsed: Namespace) -> int:
 
 
 def _analyze_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
-    parser.add_argument("checkpoint", type=str, help="folder of a run or of a saved model")
-    parser.add_argument("--corpus", type=str, help="text to measure on (default: the run's own)")
+    parser.add_argument(
+        "checkpoint",
+        type=str,
+        help="folder of a run or of a saved model, a GGUF file, or hf:owner/name",
+    )
+    parser.add_argument(
+        "--corpus", type=str, help="text to measure on (default: the run's; else required)"
+    )
     parser.add_argument(
         "--blocks", type=int, default=16, help="number of test blocks to measure on"
+    )
+    parser.add_argument(
+        "--block_size", type=int, help="tokens per block (default: the run's; else up to 1024)"
     )
     parser.add_argument("--order", type=int, default=10, help="highest power to show")
     parser.add_argument(
@@ -90,17 +99,22 @@ def _analyze_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
 def _analyze(parsed: Namespace) -> int:
     from transformers.utils.logging import disable_progress_bar
 
-    from softmax_rnn.analysis.analyze import analyze_checkpoint, write
+    from softmax_rnn.analysis.analyze import analyze_checkpoint
     from softmax_rnn.analysis.figure import draw
+    from softmax_rnn.analysis.result import write
+    from softmax_rnn.analysis.table import table
+    from softmax_rnn.models.loading import HUB
 
-    checkpoint = Path(parsed.checkpoint)
-    folder = Path(parsed.out or checkpoint)
+    options = parsed.as_dict()
+    source, out = options.pop("checkpoint"), options.pop("out")
+    if out is None and (source.startswith(HUB) or source.endswith(".gguf")):
+        raise ValueError(f"{source} is not a folder to write to: name one with --out.")
+    folder = Path(out or source)
     require_writable(folder)  # fail before the work, not after it
     disable_progress_bar()
-    options = {name: parsed[name] for name in ("blocks", "order", "tolerance", "corpus")}
-    found = analyze_checkpoint(checkpoint, **options)
-    show(found.table())
-    show_paths([*write(found, folder), *draw(found, folder, title=checkpoint.name)])
+    found = analyze_checkpoint(source, **options)
+    show(table(found))
+    show_paths([*write(found, folder), *draw(found, folder, title=Path(source).name)])
     return 0
 
 
@@ -157,12 +171,13 @@ COMMANDS = {
         "used and its size.",
     ),
     "analyze": Command(
-        "measure which powers a trained model's heads use",
+        "measure which powers a decoder's heads use, and where they attend",
         _analyze_options,
         _analyze,
-        about="Measure on real text how large each power's term is in every head, and each head's "
-        "effective order, the lowest at which polynomials of the scores give softmax's output "
-        "within a tolerance.",
+        about="Measure on real text, in every head of a trained decoder, how large each power's "
+        "term is, the effective order (the lowest at which polynomials of the scores give "
+        "softmax's output within a tolerance), and how softmax's weights are spread. Decoders of "
+        "almost any Hugging Face family are measured as they are.",
         extra="report",
     ),
     "variants": Command("list the variants", lambda parser, defaults: None, _variants),

@@ -120,6 +120,10 @@ class Mqar(Task):
         """As in :class:`Task`: the pairs of each row."""
         return np.array([pairs for _, pairs in self.mixture])[self._chosen(seed, positions)]
 
+    def lengths(self, seed: int, positions: Integers) -> Integers:
+        """As in :class:`Task`."""
+        return np.array([length for length, _ in self.mixture])[self._chosen(seed, positions)]
+
     def draw(self, seed: int, positions: Integers) -> tuple[Integers, Integers]:
         """As in :class:`Task`."""
         ids = np.zeros((len(positions), self.block_size), np.int64)

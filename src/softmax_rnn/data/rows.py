@@ -33,6 +33,10 @@ class Rows(Dataset[dict[str, Tensor]], ABC):
         """A row: ``input_ids``, ``labels``, and ``attention_mask`` if it may have padding."""
 
     @abstractmethod
+    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Number of tokens in these rows, without padding."""
+
+    @abstractmethod
     def drawn(self, seed: int, position: int) -> int:
         """The row that training reads at ``position``."""
 
@@ -73,6 +77,10 @@ class TokenBlocks(Rows):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         ids = torch.from_numpy(self.block(index).astype(np.int64))
         return {"input_ids": ids, "labels": ids}
+
+    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As in :class:`Rows`: no block has padding."""
+        return np.full(len(rows), self.block_size)
 
     def block(self, index: int) -> NDArray[Any]:
         """[block_size] token ids; a view if the block is within one shard."""
@@ -137,13 +145,13 @@ class DocumentRows(Rows):
         labels = ids.masked_fill(~mask, IGNORED)
         return {"input_ids": ids, "labels": labels, "attention_mask": mask.long()}
 
-    def lengths(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Number of tokens in the rows of these documents, without padding."""
-        numbers = np.searchsorted(self.ends, documents, side="right")
-        lengths = np.empty(len(documents), dtype=np.int64)
+    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As in :class:`Rows`."""
+        numbers = np.searchsorted(self.ends, rows, side="right")
+        lengths = np.empty(len(rows), dtype=np.int64)
         for number in np.unique(numbers):
             starts, mine = self.starts[number], numbers == number
-            places = documents[mine] - self.ends[number] + len(starts)
+            places = rows[mine] - self.ends[number] + len(starts)
             last = places + 1 == len(starts)
             size = len(self.shards[number])
             stops = np.where(last, size, starts[np.where(last, 0, places + 1)])

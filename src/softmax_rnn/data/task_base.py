@@ -75,6 +75,10 @@ class Task(abc.ABC):
     def predicted(self, seed: int, positions: Integers) -> Integers:
         """[N] number of labels other than -100 in each of these rows; no row is drawn for it."""
 
+    def lengths(self, seed: int, positions: Integers) -> Integers:
+        """[N] number of tokens in these rows, without padding on the right."""
+        return np.full(len(positions), self.block_size)
+
     def for_testing(self) -> Task:
         """The task of the test split; by default the same."""
         return self

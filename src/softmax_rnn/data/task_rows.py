@@ -57,6 +57,10 @@ class TaskRows(Rows):
             {"input_ids": row, "labels": answers} for row, answers in zip(ids, labels, strict=True)
         ]
 
+    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As in :class:`Rows`."""
+        return self.task.lengths(self._key(self.seed), rows)
+
     def predicted(self, seed: int, start: int, stop: int) -> int:
         """Number of tokens that these rows ask for."""
         return int(self.task.predicted(self._key(seed), np.arange(start, stop)).sum())

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
@@ -95,10 +96,22 @@ class ConvertedLayer(AttentionCore):
         if record.sinks:  # the family's parameter
             self.sink = None
 
-    def attach(self, module: nn.Module) -> None:
-        """Become the submodule of ``module`` that computes its attention."""
+    def attach(self, module: nn.Module) -> RemovableHandle:
+        """Become the submodule of ``module`` that computes its attention; return its hook."""
         module.add_module(PART, self)
-        module.register_forward_pre_hook(pass_inputs, with_kwargs=True)
+        return module.register_forward_pre_hook(pass_inputs, with_kwargs=True)
+
+    def project(
+        self, query: Tensor, key: Tensor, value: Tensor, inputs: _Inputs, cache: Any = None
+    ) -> Projected:
+        """What the operation takes; arguments as in :meth:`forward`, with this layer's cache."""
+        log_decay, gate = self.decay_and_gate(inputs.hidden_states, key.dtype)
+        log_decay, gate = self._with_earlier(log_decay, gate, key, query.shape[2], cache)
+        state = cache.state if isinstance(cache, StateLayer) else None
+        q, k, *outside = self._mapped(query, key, 0 if state is None else state.tokens)
+        gated = value if gate is None else value * gate.unsqueeze(-1)
+        ungated = value[:, :, value.shape[2] - query.shape[2] :]
+        return Projected(q, k, gated, log_decay, ungated, None, *outside)
 
     def forward(
         self,
@@ -138,19 +151,12 @@ class ConvertedLayer(AttentionCore):
 
     def converted(self, what: Attending, cache: Any, **options: Any) -> Tensor:
         """The attention of the layer's spec; ``options`` are arguments of :meth:`attend`."""
-        query, key, value, inputs = what.query, what.key, what.value, what.inputs
-        options = {**what.visible, **options}
-        log_decay, gate = self.decay_and_gate(inputs.hidden_states, key.dtype)
-        log_decay, gate = self._with_earlier(log_decay, gate, key, query.shape[2], cache)
-        state = cache.state if isinstance(cache, StateLayer) else None
-        q, k, *outside = self._mapped(query, key, 0 if state is None else state.tokens)
-        gated = value if gate is None else value * gate.unsqueeze(-1)
-        ungated = value[:, :, value.shape[2] - query.shape[2] :]
-        projected = Projected(q, k, gated, log_decay, ungated, None, *outside)
+        inputs, options = what.inputs, {**what.visible, **options}
+        projected = self.project(what.query, what.key, what.value, inputs, cache)
         if what.sinks is not None:
             options["sink"] = what.sinks
         if isinstance(cache, StateLayer):
-            options |= {"state": state, "return_state": True}
+            options |= {"state": cache.state, "return_state": True}
             out, cache.state = self.attend(inputs.hidden_states, projected, **options)
         else:
             out = self.attend(inputs.hidden_states, projected, **options)

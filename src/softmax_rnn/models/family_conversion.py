@@ -10,13 +10,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from softmax_rnn._utils.errors import shown
 from softmax_rnn.models.converted import ConvertedModel, converted_config, converted_model, register
 from softmax_rnn.models.converted_layer import (
+    CONVERTED,
     INPUTS,
+    PART,
     PROBE,
     UNSUPPORTED,
     Call,
@@ -69,6 +71,44 @@ def convert(
         >>> model = sr.convert(model, "taylor:2", layers=range(4, 28))
         >>> model.generate(ids)  # layers 4 to 27 keep a state, the others keys and values
     """
+    if isinstance(model, ConvertedModel):
+        raise ValueError(
+            f"convert: this {type(model).__name__} is converted already; load the source again."
+        )
+    found = _layers(model, attention, layers, layer_options)
+    family: Any = type(model.config)
+    kind: Any = type(model)
+    register(family)
+    config = _own_config(model)
+    for module, part in found:
+        part.attach(module)
+    _forget_gguf(model, config)
+    records = [dataclasses.asdict(part.record) for _, part in found]
+    config.softmax_rnn = {"source": config.model_type, "layers": records}
+    config.__class__, model.__class__ = converted_config(family), converted_model(kind)
+    model.set_attn_implementation("")  # its own, whatever is asked for
+    return model
+
+
+@contextlib.contextmanager
+def softmax_layers(model: PreTrainedModel) -> Iterator[list[ConvertedLayer]]:
+    """Let these layers compute the model's own attention within the context.
+
+    Raises:
+        ValueError: as :func:`convert`, for a model that it refuses.
+    """
+    found = _layers(model, "softmax", None, None)
+    with _implementation(model, CONVERTED), contextlib.ExitStack() as undo:
+        for module, part in found:
+            undo.callback(part.attach(module).remove)
+            undo.callback(delattr, module, PART)
+        yield [part for _, part in found]
+
+
+def _layers(
+    model: PreTrainedModel, attention: Any, layers: Iterable[int] | None, layer_options: Any
+) -> list[tuple[nn.Module, ConvertedLayer]]:
+    """The attention modules of a model, and the layer for each; the model is not changed."""
     _check_model(model)
     calls = _examined(model)
     for call in calls:
@@ -83,30 +123,17 @@ def convert(
     ]
     for call, part in zip(calls, parts, strict=True):
         _check_softmax(call, part.record)
-    family: Any = type(model.config)
-    kind: Any = type(model)
-    register(family)
-    config = _own_config(model)
-    for call, part in zip(calls, parts, strict=True):
         part.to(call.query.device, call.query.dtype).train(call.module.training)
-        part.attach(call.module)
-    _forget_gguf(model, config)
-    records = [dataclasses.asdict(part.record) for part in parts]
-    config.softmax_rnn = {"source": config.model_type, "layers": records}
-    config.__class__, model.__class__ = converted_config(family), converted_model(kind)
-    model.set_attn_implementation("")  # its own, whatever is asked for
-    return model
+    return [(call.module, part) for call, part in zip(calls, parts, strict=True)]
 
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            "convert: the model must be one of transformers, as from_pretrained returns it, not "
+            "The model must be one of transformers, as from_pretrained returns it, not "
             f"{shown(model)}."
         )
     name, config = type(model).__name__, model.config
-    if isinstance(model, ConvertedModel):
-        raise ValueError(f"convert: this {name} is converted already; load the source again.")
     problems = {
         "is an encoder with a decoder": config.is_encoder_decoder,
         "has cross attention": getattr(config, "add_cross_attention", False),
@@ -115,16 +142,16 @@ def _check_model(model: Any) -> None:
     }
     for problem, found in problems.items():
         if found:
-            raise ValueError(f"convert: {name} {problem}, which a conversion cannot keep.")
+            raise ValueError(f"{name} {problem}, which this library does not support.")
 
 
 @contextlib.contextmanager
-def _probing(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode, and an attention that notes its calls."""
+def _implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Evaluation mode, and the attention of this name in transformers' interface."""
     chosen, training = model.config._attn_implementation, [x.training for x in model.modules()]
     model.eval()
     try:
-        model.set_attn_implementation(PROBE)
+        model.set_attn_implementation(name)
         yield
     finally:
         model.set_attn_implementation(chosen)
@@ -139,7 +166,7 @@ def _examined(model: PreTrainedModel) -> list[Call]:
         ValueError: if there are none, or modules of the same class make none.
     """
     name, ids = type(model).__name__, torch.ones(1, 2, dtype=torch.long, device=model.device)
-    with _probing(model), torch.no_grad():
+    with _implementation(model, PROBE), torch.no_grad():
         with recorded_calls() as first:
             model.base_model(input_ids=ids)
         modules = [call.module for call in first]
@@ -147,18 +174,18 @@ def _examined(model: PreTrainedModel) -> list[Call]:
         missed = [x for x in model.modules() if type(x) in kinds and x not in modules]
         if not modules or missed:
             raise ValueError(
-                f"convert: the attention of {name} does not go through transformers' "
+                f"The attention of {name} does not go through transformers' "
                 "AttentionInterface, or not in every layer."
             )
         if len(set(modules)) < len(modules):
-            raise ValueError(f"convert: several layers of {name} share an attention module.")
+            raise ValueError(f"Several layers of {name} share an attention module.")
         hooks = [x.register_forward_pre_hook(pass_inputs, with_kwargs=True) for x in modules]
         try:
             with recorded_calls() as second:
                 model.base_model(input_ids=ids)
         except (TypeError, KeyError) as error:
             raise ValueError(
-                f"convert: the attention of {name} takes no further arguments: {error}"
+                f"The attention of {name} takes no further arguments: {error}"
             ) from error
         finally:
             for hook in hooks:
@@ -171,31 +198,31 @@ def _check_call(call: Call) -> None:
     kind = type(call.module).__name__
     for name, what in UNSUPPORTED.items():
         if call.options.get(name) is not None:
-            raise ValueError(f"convert: {kind} has {what} ({name}), which no spec computes.")
+            raise ValueError(f"{kind} has {what} ({name}), which no spec computes.")
     if call.mask is not None and call.mask.dtype != torch.bool:
-        raise ValueError(f"convert: {kind} adds a bias to its scores, which no spec computes.")
+        raise ValueError(f"{kind} adds a bias to its scores, which no spec computes.")
     if call.key.shape[2] != call.query.shape[2]:
-        raise ValueError(f"convert: the queries of {kind} see other tokens (cross attention).")
+        raise ValueError(f"The queries of {kind} see other tokens (cross attention).")
     known = (*_HARMLESS, "s_aux")
     for name, value in call.options.items():
         if isinstance(value, Tensor) and name not in known:
-            raise ValueError(f"convert: the attention of {kind} takes {name}, which is unknown.")
+            raise ValueError(f"The attention of {kind} takes {name}, which is unknown.")
     if inputs_of(call) is None:
-        raise ValueError(f"convert: {kind} does not pass its arguments on to its attention.")
+        raise ValueError(f"{kind} does not pass its arguments on to its attention.")
 
 
 def _record(model: PreTrainedModel, call: Call, index: int, variant: Variant) -> ConvertedAttention:
     """The data of one converted layer."""
     names = {module: name for name, module in model.base_model.named_modules()}
     if call.module not in names:
-        raise ValueError(f"convert: a {type(call.module).__name__} is outside the base model.")
+        raise ValueError(f"A {type(call.module).__name__} is outside the base model.")
     inputs, options = inputs_of(call), call.options
     assert inputs is not None
     scaling, causal = options.get("scaling"), options.get("is_causal")
     width, window = call.query.shape[-1], options.get("sliding_window")
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * (index + 1)
     if window is None and kinds[index] != "full_attention":
-        raise ValueError(f"convert: layer {index} is of type {kinds[index]!r}, which is unknown.")
+        raise ValueError(f"Layer {index} is of type {kinds[index]!r}, which is unknown.")
     return ConvertedAttention(
         module=names[call.module],
         index=index,
@@ -238,8 +265,8 @@ def _check_softmax(call: Call, record: ConvertedAttention) -> None:
     tolerance = 0.05 if q.dtype.itemsize == 2 else 1e-3
     if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance * float(v.abs().max())):
         raise ValueError(
-            f"convert: the attention of {type(call.module).__name__} is not softmax of scaled "
-            "products: a conversion would not keep what it adds."
+            f"The attention of {type(call.module).__name__} is not softmax of scaled "
+            "products: what it adds is in no spec."
         )
 
 
