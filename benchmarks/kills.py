@@ -54,7 +54,7 @@ def start(
         environment: variables in addition to those of this process.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["softmax_rnn.cli.parser", "softmax_rnn.training.run"])
+    context.set_forkserver_preload(["softmax_rnn.cli.parser", "softmax_rnn.experiments.conversion"])
     variables = {**os.environ, **(environment or {})}
     process = context.Process(target=_work, args=(words, log, before, variables))
     process.start()

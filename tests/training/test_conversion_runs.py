@@ -9,19 +9,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from processes import Case, ended
-from softmax_rnn._utils.errors import ExitCode
+from softmax_rnn.data import load_tokenizer
 from softmax_rnn.models.converted_layer import as_source, converted_layers, observed
 from softmax_rnn.training.config import ConversionConfig, RunConfig, load_config
 from softmax_rnn.training.conversion import conversion_model
 from softmax_rnn.training.folder import RunFolder
-from softmax_rnn.training.objectives import AttentionTransfer, Distillation, relative_errors
+from softmax_rnn.training.loop import Loop
+from softmax_rnn.training.objectives import (
+    AttentionTransfer,
+    Distillation,
+    objective,
+    relative_errors,
+)
 from softmax_rnn.training.opening import open_model
-from softmax_rnn.training.run import train
+from softmax_rnn.training.run import load_rows, train
 from sources import save_source
-from test_together import two
 
 RUN: dict[str, Any] = {
     "attention": "lolcats:8",
@@ -111,19 +115,19 @@ def test_distillation_mixes_cross_entropy_and_divergence(
         for name, x in model.named_parameters():
             if ".lora_" in name:
                 x.normal_(std=0.1)
-    objective, given = Distillation(model, settings), batch()
+    mixed, given = Distillation(model, settings), batch()
     if not rank:
         with torch.no_grad():
             model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
-    loss = objective(124, **given)
+    loss = mixed(124, **given)
     plain = AutoModelForCausalLM.from_pretrained(source)
     labels = given["labels"][:, 1:].flatten()
     wanted = plain(input_ids=given["input_ids"]).logits[:, :-1].flatten(0, 1).log_softmax(-1)
     found = model(input_ids=given["input_ids"]).logits[:, :-1].flatten(0, 1).log_softmax(-1)
     divergence = (wanted.exp() * (wanted - found)).sum() / 124
     torch.testing.assert_close(loss, 0.7 * F.nll_loss(found, labels) + 0.3 * divergence)
-    assert len(objective.copies) == (not rank)
-    assert {name for name, _ in objective.named_parameters()} == {
+    assert len(mixed.copies) == (not rank)
+    assert {name for name, _ in mixed.named_parameters()} == {
         f"model.{name}" for name, _ in model.named_parameters()
     }
 
@@ -132,8 +136,14 @@ def test_lora_is_merged_into_what_is_saved(source: Path, texts: Path, tmp_path: 
     run = train(config(source, texts, lora_rank=2, steps=6), tmp_path / "run")
     model = open_model(str(run.path)).model
     plain = AutoModelForCausalLM.from_pretrained(source).state_dict()
-    changed = {name for name, x in model.state_dict().items() if not torch.equal(x, plain.get(name, x))}
-    linear = {f"{name}.weight" for name, x in model.model.named_modules(prefix="model") if isinstance(x, nn.Linear)}
+    changed = {
+        name for name, x in model.state_dict().items() if not torch.equal(x, plain.get(name, x))
+    }
+    linear = {
+        f"{name}.weight"
+        for name, x in model.model.named_modules(prefix="model")
+        if isinstance(x, nn.Linear)
+    }
     assert changed == linear
     for name in changed:
         assert torch.linalg.matrix_rank(model.state_dict()[name] - plain[name], rtol=1e-3) == 2
@@ -141,9 +151,10 @@ def test_lora_is_merged_into_what_is_saved(source: Path, texts: Path, tmp_path: 
     assert len(ids)
 
 
-def test_a_saved_conversion_has_the_loss_of_its_run(source: Path, texts: Path, tmp_path: Path) -> None:
+def test_a_saved_conversion_has_the_loss_of_its_run(
+    source: Path, texts: Path, tmp_path: Path
+) -> None:
     from softmax_rnn.analysis.evaluation import losses
-    from softmax_rnn.training.run import load_rows
 
     settings = config(source, texts, steps=6)
     run = train(settings, tmp_path / "run")
@@ -161,7 +172,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(
     settings = config(source, texts, **fields)
     calm = train(settings, tmp_path / "calm")
     run = RunFolder(tmp_path / "run")
-    for _ in range(3):
+    for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             train_until_killed(settings, run.path)
     train(settings, run.path, resume=True)
@@ -170,8 +181,6 @@ def test_a_killed_run_goes_on_to_the_same_weights(
 
 def train_until_killed(settings: ConversionConfig, path: Path) -> None:
     """A session that ends without a warning, after a few steps and a checkpoint."""
-    from softmax_rnn.training.loop import Loop
-
     original, steps = Loop.gradients, 0
 
     def gradients(loop: Loop) -> float:
@@ -195,20 +204,13 @@ def assert_same(a: RunFolder, b: RunFolder) -> None:
         assert torch.equal(weight, here[name]), name
 
 
-def test_one_process_and_two(source: Path, texts: Path, tmp_path: Path) -> None:
-    # The launcher's command reads only new models, so each process is told what to run.
-    settings = config(source, texts, objective="transfer", steps=6)
-    one = train(settings, tmp_path / "one")
-    found = one.metrics.loss
-    halves = []
-    model, _ = conversion_model(settings)
-    objective = AttentionTransfer(model, settings)
-    given = batch()
-    whole = objective(124, **given)
-    for half in (slice(0, 2), slice(2, 4)):
-        halves.append(objective(124, **{name: x[half] for name, x in given.items()}))
-    torch.testing.assert_close(sum(halves), whole)
-    assert len(found)
+def test_the_losses_of_shares_add_up(source: Path, texts: Path) -> None:
+    given, shares = batch(), (slice(0, 1), slice(1, 4))
+    for fields in ({"objective": "transfer"}, {}):
+        settings = config(source, texts, **fields)
+        loss = objective(conversion_model(settings)[0], settings)
+        parts = [loss(124, **{name: x[rows] for name, x in given.items()}) for rows in shares]
+        torch.testing.assert_close(sum(parts), loss(124, **given))
 
 
 def test_settings_are_saved_and_read(source: Path, texts: Path, tmp_path: Path) -> None:
@@ -285,12 +287,8 @@ def test_an_unfinished_conversion_is_no_model(source: Path, texts: Path, tmp_pat
 
 
 def test_dropout_is_switched_off(texts: Path, tmp_path: Path) -> None:
-    fields = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 257}
+    fields: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 257}
     folder = tmp_path / "gpt2"
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    from softmax_rnn.data import load_tokenizer
-
     GPT2LMHeadModel(GPT2Config(**fields)).save_pretrained(folder)
     load_tokenizer("bytes").save_pretrained(folder)
     settings = config(folder, texts, steps=4, save_every=2, evaluate_every=2)

@@ -48,16 +48,23 @@ def _wait(here: Path, go: Path) -> None:
 
 def two(case: Case, before: Callable[[], Any] | None = None, rank: int = 1) -> list[int]:
     """Two processes of one run, as torchrun starts them; something befalls one of them."""
+    case.config.save(file := case.folder.path.with_name("config.yaml"))
+    words = ["train", "--resume", "--config", str(file), "--out", str(case.folder.path)]
+    return pair(words, case.log, before, rank)
+
+
+def pair(
+    words: list[str], log: Path, before: Callable[[], Any] | None = None, rank: int = 1
+) -> list[int]:
+    """Two processes of one command."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    case.config.save(file := case.folder.path.with_name("config.yaml"))
-    words = ["train", "--resume", "--config", str(file), "--out", str(case.folder.path)]
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     both = [
         start(
             words,
-            case.log,
+            log,
             before=before if each == rank else None,
             environment={**address, "RANK": str(each), "LOCAL_RANK": str(each)},
         )

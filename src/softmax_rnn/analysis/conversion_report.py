@@ -292,13 +292,16 @@ def _draw(
 
 def _draw_losses(ax: Axes, table: pd.DataFrame) -> None:
     places = np.arange(len(table))[::-1]
-    colors = [_VERMILION if "off" in name else _BLUE for name in table.model]
+    colors = [
+        _VERMILION if name.endswith((_STATE_OFF, _WINDOW_OFF)) else _BLUE for name in table.model
+    ]
     colors[0] = _GRAY
-    ax.barh(places, table.loss, color=colors)
+    ax.hlines(places, table.loss.min(), table.loss, color=colors, linewidth=1)
+    ax.scatter(table.loss, places, color=colors, zorder=2)
     for place, loss in zip(places, table.loss, strict=True):
-        ax.text(loss, place, f" {loss:.2f}", va="center", fontsize=8)
+        ax.annotate(f"{loss:.2f}", (loss, place), (6, 0), textcoords="offset points", va="center")
     ax.set_yticks(places, table.model)
-    ax.set_xlim(right=1.15 * table.loss.max())
+    ax.margins(x=0.2)
     ax.grid(axis="y", visible=False)
     ax.set_title("loss, nats per token")
 

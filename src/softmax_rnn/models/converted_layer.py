@@ -145,7 +145,7 @@ class ConvertedLayer(AttentionCore):
         what = Attending(self, query, key, value, inputs, sinks, visible)
         if self.observer is None:
             return self.converted(what, cache)
-        if cache is not None:
+        if isinstance(cache, StateLayer | KeyValueLayer) or key.shape[2] != query.shape[2]:
             raise ValueError("A converted attention is observed without a cache: use_cache=False.")
         return self.observer(what)
 

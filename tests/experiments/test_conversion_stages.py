@@ -1,0 +1,229 @@
+"""The command convert: its stages, what stops them, and its report."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pkgutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import softmax_rnn.analysis.conversion_report as conversion_report
+from processes import ended, kill, start
+from softmax_rnn._utils.errors import ExitCode
+from softmax_rnn.cli.convert_command import parse_layers
+from softmax_rnn.cli.main import main
+from softmax_rnn.experiments.conversion import Conversion
+from softmax_rnn.training.loop import Loop
+from softmax_rnn.training.opening import open_model
+from sources import save_source
+from test_together import pair
+
+BOTH = ("block_size=32", "test_fraction=0.2", "steps=8", "evaluate_every=4", "save_every=2")
+STAGES = ("fit", "transfer", "finetune", "report")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_source(tmp_path_factory.mktemp("source") / "llama")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(40):
+        (folder / f"{i:02}.txt").write_text(" ".join(str(i * j * j) for j in range(60)) + "\n")
+    return folder
+
+
+def words(source: Path, corpus: Path, out: Path, *more: str) -> list[str]:
+    given = ["--attention", "lolcats:8", "--corpus", str(corpus), "--out", str(out)]
+    return ["convert", str(source), *given, "--with", *BOTH, "log_every=2", *more]
+
+
+@pytest.fixture(scope="module")
+def calm(source: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished conversion."""
+    root = tmp_path_factory.mktemp("calm")
+    assert main(words(source, corpus, root / "out")) == ExitCode.FINISHED
+    return root / "out"
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return open_model(str(folder)).model.state_dict()
+
+
+def assert_same_weights(here: Path, there: Path) -> None:
+    found, expected = weights(here), weights(there)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+def test_a_conversion_from_nothing_to_a_report(calm: Path) -> None:
+    names = {path.name for path in calm.iterdir()}
+    assert {"conversion.yaml", "fitted", "transfer", "finetune", "model"} <= names
+    found = json.loads((calm / "conversion.json").read_text())
+    parts = ("", ", state off", ", window off")
+    wanted = ["source", *(f"fit{x}" for x in parts), "transfer", *(f"finetune{x}" for x in parts)]
+    assert [row["model"] for row in found["losses"]] == wanted
+    heads = pd.read_csv(calm / "heads.csv")
+    assert len(heads) == 3 * 2 * 4
+    assert heads.state_share.between(0, 1).all()
+    for name in ("conversion.png", "conversion.svg", "conversion.md"):
+        assert (calm / name).stat().st_size > 500
+    assert len(found["samples"]["source"]) == len(found["samples"]["finetune"]) == 3
+
+
+def test_the_result_is_a_model_by_itself(calm: Path, tmp_path: Path) -> None:
+    assert_same_weights(calm / "model", calm / "finetune")
+    model = AutoModelForCausalLM.from_pretrained(calm / "model")
+    ids = torch.arange(40)[None]
+    out = model.generate(ids, max_new_tokens=5, do_sample=False)
+    plain = model.generate(ids, max_new_tokens=5, do_sample=False, use_cache=False)
+    assert torch.equal(out, plain)
+
+
+def killing(where: str, *, folder: str = "", calls: int = 1) -> Callable[[], None]:
+    """Kill the process when a function is called for the so-manieth time (in a run's folder)."""
+    return functools.partial(_patch, where, folder, calls)
+
+
+def _patch(where: str, folder: str, calls: int) -> None:
+    place, _, name = where.rpartition(".")
+    owner = pkgutil.resolve_name(f"softmax_rnn.{place}")
+    original, seen = getattr(owner, name), 0
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        seen += not folder or args[0].folder.path.name == folder
+        if seen == calls:
+            kill()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, function)
+
+
+KILLS = {
+    "fit": killing("experiments.conversion.seal"),
+    "transfer": killing("training.loop.Loop.gradients", folder="transfer", calls=6),
+    "finetune": killing("training.loop.Loop.gradients", folder="finetune", calls=6),
+    "result": killing("experiments.conversion._link", calls=2),
+    "report": killing("analysis.conversion_report._draw"),
+}
+
+
+def test_a_conversion_killed_in_each_stage_goes_on_to_the_same_weights(
+    source: Path, corpus: Path, calm: Path, tmp_path: Path
+) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    for name, befalls in KILLS.items():
+        code = ended(start(words(source, corpus, out), log, before=befalls))
+        assert code == -signal.SIGKILL, (name, log.read_text())
+    assert ended(start(words(source, corpus, out), log)) == ExitCode.FINISHED, log.read_text()
+    for stage in ("fitted", "transfer", "finetune", "model"):
+        assert_same_weights(out / stage, calm / stage)
+    ours, theirs = (json.loads((x / "conversion.json").read_text()) for x in (out, calm))
+    assert ours["losses"] == theirs["losses"]
+    assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
+
+
+def test_a_signal_stops_a_conversion(source: Path, corpus: Path, tmp_path: Path) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    process = start(words(source, corpus, out), log, before=_terminated)
+    assert ended(process) == ExitCode.STOPPED, log.read_text()
+    assert "rerun the same command to resume" in log.read_text()
+    assert [path.name for path in (out / "transfer").glob("checkpoint-*")] == ["checkpoint-5"]
+
+
+def _terminated() -> None:
+    original = Loop.gradients
+
+    def gradients(loop: Loop) -> float:
+        if loop.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(loop)
+
+    Loop.gradients = gradients  # type: ignore[method-assign]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes would want two GPUs")
+def test_two_processes_train_the_stages_one_at_a_time(
+    source: Path, corpus: Path, calm: Path, tmp_path: Path
+) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    one = [*words(source, corpus, out), "--stages"]
+    assert ended(start([*one, "fit"], log)) == ExitCode.FINISHED, log.read_text()
+    for stage in ("transfer", "finetune"):
+        assert pair([*one, stage], log) == [ExitCode.FINISHED] * 2, log.read_text()
+    found, expected = weights(out / "model"), weights(calm / "model")
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=0, atol=1e-4, msg=name)
+
+
+def test_only_some_stages(source: Path, corpus: Path, tmp_path: Path) -> None:
+    given = Conversion.of(str(source), tmp_path, "lolcats:8", str(corpus), **_settings())
+    with pytest.raises(ValueError, match="run the stage 'fit'"):
+        given.execute(["transfer"])
+    given.execute(["fit"])
+    with pytest.raises(ValueError, match="run the stage 'transfer' first"):
+        given.execute(["finetune"])
+    with pytest.raises(ValueError, match="Did you mean 'finetune'"):
+        given.execute(["fintune"])
+
+
+def test_a_folder_holds_one_conversion(source: Path, corpus: Path, tmp_path: Path) -> None:
+    Conversion.of(str(source), tmp_path, "lolcats:8", str(corpus), **_settings()).execute(["fit"])
+    other = Conversion.of(str(source), tmp_path, "lolcats:4", str(corpus), **_settings())
+    with pytest.raises(ValueError, match=r"other settings of transfer \(attention: 'lolcats:8'"):
+        other.execute(["fit"])
+
+
+def test_an_attention_without_parameters_has_no_transfer(
+    source: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = Conversion.of(str(source), tmp_path, "window:8", str(corpus), **_settings(steps=2))
+    given.execute(STAGES)
+    assert "the stage transfer is skipped" in capsys.readouterr().err
+    assert [stage.name for stage in given.models] == ["source", "fit", "finetune"]
+    conversion_report.report(given.models, given.finetune, tmp_path)
+    assert (tmp_path / "conversion.md").exists()
+
+
+def _settings(**fields: Any) -> dict[str, Any]:
+    both = {"block_size": 32, "test_fraction": 0.2, "log_every": 2, "evaluate_every": 2}
+    return {"fields": {**both, "save_every": 2}, "transfer": fields, "finetune": fields}
+
+
+def test_an_attention_from_a_file(source: Path, corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("variant: lolcats\nwindow: 4\n")
+    given = Conversion.of(
+        str(source), tmp_path, str(tmp_path / "mine.yaml"), str(corpus), **_settings()
+    )
+    assert given.transfer.spec.window == given.finetune.spec.window == 4
+    assert given.transfer.variant.options.feature_map == "hedgehog"
+
+
+def test_layers_of_a_text() -> None:
+    assert parse_layers("0,2,4-7") == [0, 2, 4, 5, 6, 7]
+    for text in ("", "a", "3-", "-3", "1,,2", "4-x"):
+        with pytest.raises(ValueError, match="numbers and ranges"):
+            parse_layers(text)
+    with pytest.raises(ValueError, match="names a layer twice"):
+        parse_layers("1,0-2")
+
+
+def test_costs_are_told_ahead(source: Path, corpus: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = start(words(source, corpus, tmp_path / "out", "--dry_run"), log)
+    assert ended(process) == ExitCode.FINISHED, log.read_text()
+    assert "transfer" in log.read_text()
+    assert "FLOPs" in log.read_text()
+    assert not (tmp_path / "out").exists()
