@@ -96,14 +96,14 @@ class Conversion:
         Raises:
             ValueError: for an invalid setting.
         """
-        both = {**COMMON, **fields, "corpus": corpus, "source": source, "attention": attention}
+        both = {**fields, "corpus": corpus, "source": source, "attention": attention}
         if attention.endswith((".yaml", ".yml", ".json")):
             found = read_variant(Path(attention))
             both |= {"attention": found.spec.to_dict(), "layer": found.options.to_dict()}
         return cls(
             out,
-            ConversionConfig.from_dict({**both, **TRANSFER, **transfer}),
-            ConversionConfig.from_dict({**both, **FINETUNE, **finetune}),
+            ConversionConfig.from_dict({**COMMON, **TRANSFER, **both, **transfer}),
+            ConversionConfig.from_dict({**COMMON, **FINETUNE, **both, **finetune}),
         )
 
     @property
