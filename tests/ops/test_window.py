@@ -164,6 +164,21 @@ def test_small_weights_in_the_window_of_the_first_rows(denominator: Any, decay: 
         assert all(x.isfinite().all() for x in found.values())
 
 
+def test_small_weights_outside_a_masked_window() -> None:
+    """A power of scores of 1e-16, where the keys inside are hidden: a quotient as any other."""
+    spec = sr.AttentionSpec(series="power", order=4, window=5, outside="series")
+    case = make_case(spec, shape=Shape(queries=20, keys=20), spread=1e-8)
+    shown = torch.ones(1, 1, 1, 20, dtype=torch.bool)
+    shown[..., 10:] = False
+    case = dataclasses.replace(case, mask=shown)
+    expected = case.run(reference.attention)["out"]
+    assert expected[:, :, 15:].norm(dim=-1).min() > 0.01
+    for form in case.forms:
+        found = case.run(sr.attention, torch.float32, form=form)
+        torch.testing.assert_close(found["out"].double(), expected, atol=1e-4, rtol=1e-4, msg=form)
+        assert all(x.isfinite().all() for x in found.values())
+
+
 def test_a_state_of_another_window_is_refused() -> None:
     case = drawn("window_taylor")
     _, state = sr.attention(spec=case.spec, return_state=True, **pieces(case, 0, 20))

@@ -106,7 +106,7 @@ class AttentionSpec:
         coefficients: of ``polynomial``, from the constant term on; ``None`` if each head has its
             own, which are then an argument of the operation.
         window: number of keys that a query sees, itself included; ``None`` for all earlier ones.
-        global_keys: number of first keys that belong to every query's window, wherever it is.
+        global_keys: number of first visible keys that belong to the window of every query.
         outside: keys outside the window are ``hidden``, or ``series``: then the weight is exp
             inside the window, and outside it ``f`` times a factor per head, of queries and keys
             that may be others.
