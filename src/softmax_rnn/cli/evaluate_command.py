@@ -11,7 +11,7 @@ from softmax_rnn._utils.files import require_writable, write_json
 from softmax_rnn.cli.command import Command, show, show_paths
 
 # Settings of a run that may be replaced.
-_OF_RUN = (*("corpus", "text_column", "test_fraction", "max_tokens", "end_of_text", "block_size"),)
+_OF_RUN = ("corpus", "text_column", "test_fraction", "max_tokens", "end_of_text", "block_size")
 
 
 def _options(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
