@@ -197,6 +197,19 @@ def lolcats(layer: sr.Attention, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> 
     return weights / weights.sum(-1, keepdim=True) @ v
 
 
+def window_state(layer: sr.Attention, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    own = layer.feature_map
+    k_matrix, k_shift = (y.repeat_interleave(2, 0) for y in (own.k_matrix, own.k_shift))
+    q_features = (8**-0.25 * q @ own.q_matrix.mT + own.q_shift[:, None]).relu() ** 2
+    k_features = (8**-0.25 * k @ k_matrix.mT + k_shift[:, None]).relu() ** 2
+    factor = layer.outside_logit.exp()[:, None, None] / math.sqrt(16)
+    near = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(-2)
+    near[:, 0] = True
+    far = factor * (q_features @ k_features.mT)
+    weights = torch.where(near, (q @ k.mT / math.sqrt(8)).exp(), far).tril()
+    return weights / weights.sum(-1, keepdim=True) @ v
+
+
 def taylor_norm(layer: sr.Attention, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = q @ k.mT / math.sqrt(8)
     weights = 1 + scores + scores**2 / 2 + scores**3 / 6
@@ -229,6 +242,7 @@ FORMULAS: dict[str, System] = {
     "window:3": window,
     "window_taylor": window_taylor,
     "lolcats:3": lolcats,
+    "window_state:3": window_state,
     "taylor_norm:3": taylor_norm,
     "polynomial:3": polynomial,
 }

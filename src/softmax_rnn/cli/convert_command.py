@@ -25,7 +25,7 @@ def _options(parser: ArgumentParser, _: dict[str, Any]) -> None:
     parser.add_argument(
         "--attention",
         type=str,
-        default="lolcats:64",
+        default="window_state:64",
         help="a variant's name, or a YAML file with fields of AttentionSpec, as for compare",
     )
     parser.add_argument(

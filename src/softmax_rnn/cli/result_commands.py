@@ -137,7 +137,7 @@ def _variants(_: Namespace) -> int:
     print(f"Defaults of the layer: {_changed(added, {})}")
     orders = [name for name, field in FAMILIES.items() if field == "order"]
     print(f"{', '.join(orders)} take any order, as in taylor:4; the default order is 2.")
-    print("window:N sees the last N keys; lolcats:N has a window of N keys.")
+    print("window:N sees the last N keys; lolcats:N and window_state:N have a window of N keys.")
     print("NAME+decay adds a forget gate, a decay per head and token, as in softmax+decay.")
     return 0
 

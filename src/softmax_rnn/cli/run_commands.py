@@ -245,7 +245,6 @@ def _plan_or_run(
     if parsed.dry_run:
         show(rich_plan(plan_table(runs, root, parsed.gpu), parsed.gpu))
         return 0
-    left = left or time_left(stop_after(parsed))
     try:
         run_all(
             runs,
@@ -253,7 +252,7 @@ def _plan_or_run(
             parallel=parsed.parallel,
             cluster=parsed.cluster,
             cluster_options=parse_fields(parsed.cluster_options),
-            stop_after=left(),
+            stop_after=stop_after(parsed) if left is None else left(),
         )
     except RunsFailedError:
         if any(run.folder.finished for run in runs):

@@ -79,6 +79,47 @@ class Hedgehog(LayerMap):
         return found[0], found[1]
 
 
+class SquaredReLU(LayerMap):
+    """``relu(d^(-1/4) W x + b)^2``, with ``W`` and ``b`` per head.
+
+    The weight of a key can be zero, and a thousand such keys have no weight together.
+    """
+
+    def __init__(self, heads: int, kv_heads: int, width: int, options: LayerOptions) -> None:
+        super().__init__(heads, kv_heads, width, options)
+        count = SquaredReLU.features(width, options)
+        for name, number in (("q", heads), ("k", kv_heads)):
+            self.register_parameter(
+                f"{name}_matrix", nn.Parameter(torch.empty(number, count, width))
+            )
+            self.register_parameter(f"{name}_shift", nn.Parameter(torch.empty(number, count)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw ``W`` from a normal distribution of variance ``1 / d``, and set ``b`` to 0."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("shift"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+
+    @staticmethod
+    def features(width: int, options: LayerOptions) -> int:
+        """``num_features``, by default twice the width."""
+        return options.num_features or 2 * width
+
+    def mapped(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The squares."""
+        found = []
+        for name, x in (("q", q), ("k", k)):
+            matrix, shift = (
+                self.get_parameter(f"{name}_{part}").to(x.dtype) for part in ("matrix", "shift")
+            )
+            y = (x * x.shape[-1] ** -0.25) @ matrix.mT + shift.unsqueeze(1)
+            found.append(y.relu().square())
+        return found[0], found[1]
+
+
 class Rebased(LayerMap):
     """``gamma * layer_norm(x) + beta``, with ``gamma`` and ``beta`` per head and channel."""
 
@@ -192,6 +233,7 @@ LAYER_MAPS: dict[str, type[LayerMap]] = {
     "none": LayerMap,
     "cosine": Cosine,
     "hedgehog": Hedgehog,
+    "squared_relu": SquaredReLU,
     "rebased": Rebased,
     "performer": Performer,
     "rfa": RandomFourier,

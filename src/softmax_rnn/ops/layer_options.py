@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from softmax_rnn._utils.errors import require_choice, unknown
 
 LayerFeatureMap = Literal[
-    "none", "cosine", "hedgehog", "rebased", "performer", "rfa", "cosformer"
+    "none", "cosine", "hedgehog", "squared_relu", "rebased", "performer", "rfa", "cosformer"
 ]  # fmt: skip
 DecayRule = Literal["standard", "time_step"]
 GateActivation = Literal["sigmoid", "swish"]
@@ -37,11 +37,13 @@ class LayerOptions:
             of tokens, too, so a layer with a decay can do without them.
         feature_map: a map of queries and keys before the operation, with parameters of its own:
             ``none``; ``cosine`` (unit vectors); ``hedgehog`` (softmax of a learned projection and
-            of its negative); ``rebased`` (layer norm, then a learned affine map); ``performer`` and
+            of its negative); ``squared_relu`` (squares of a learned affine map, where it is
+            positive); ``rebased`` (layer norm, then a learned affine map); ``performer`` and
             ``rfa`` (fixed random features); ``cosformer`` (relu, turned by the position). With
             ``outside="series"`` it maps those of the series only: inside the window they stay.
-        num_features: number of random projections of ``performer`` and ``rfa``; ``None`` for the
-            width of queries and keys.
+        num_features: number of features of ``squared_relu``, ``None`` for twice the width of
+            queries and keys; of random projections of ``performer`` and ``rfa``, ``None`` for that
+            width.
         cosine_length: cosFormer's ``M``: the number of tokens after which a weight is zero.
         temperature: whether each head multiplies its queries by a learned positive number.
         short_convolution: number of tokens of a causal convolution of each channel of queries, keys

@@ -19,6 +19,7 @@
 | ``window``          | Longformer's window (Beltagy et al., 2020)              |
 | ``window_taylor``   | exp in the window, a Taylor series outside, one row sum |
 | ``lolcats``         | LoLCATs: Hedgehog's maps outside (Zhang et al., 2024)   |
+| ``window_state``    | first key and window, squared ReLUs outside             |
 | ``taylor_norm``     | the paper's L2 norm on a Taylor series                  |
 | ``polynomial``      | learned coefficients >= 0, under the L2 norm            |
 """
@@ -89,6 +90,10 @@ SYSTEMS: dict[str, Variant] = {
     "lolcats": Variant(
         Spec(series="power", order=1, window=_WINDOW, outside="series"),
         Layer(feature_map="hedgehog"),
+    ),
+    "window_state": Variant(
+        Spec(series="power", order=1, window=_WINDOW, global_keys=1, outside="series"),
+        Layer(feature_map="squared_relu"),
     ),
     # The paper's norm, of a finite series.
     "taylor_norm": Variant(replace(_TAYLOR, denominator="none", norm="l2")),

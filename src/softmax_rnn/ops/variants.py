@@ -37,7 +37,7 @@ FAMILIES = dict.fromkeys(
         *("window_taylor", "taylor_norm", "polynomial"),
     ),
     "order",
-) | {"window": "window", "lolcats": "window"}
+) | dict.fromkeys(("window", "lolcats", "window_state"), "window")
 
 # "softmax+decay" is softmax with a forget gate: one log decay per head and token.
 DECAY_SUFFIX = "+decay"
@@ -142,10 +142,10 @@ def variant(name: str, *, order: int | None = None) -> Spec:
 
     Args:
         name: a key of :func:`variants`, an alias (``softmax_l2``), or a family with its order
-            after a colon (``"taylor:4"``; for ``window`` and ``lolcats`` the window). ``+decay``
-            at the end adds a decay per head and token (``"softmax+decay"``, ``"taylor:4+decay"``).
-        order: highest power of a family, by default 2; the window of ``window`` and ``lolcats``,
-            by default 64.
+            after a colon (``"taylor:4"``), with its window for ``window``, ``lolcats`` and
+            ``window_state``. ``+decay`` at the end adds a decay per head and token
+            (``"softmax+decay"``, ``"taylor:4+decay"``).
+        order: highest power of a family, by default 2, or its window, by default 64.
 
     Raises:
         ValueError: for an unknown name (with the nearest one), an invalid order, an order for a

@@ -54,7 +54,9 @@ def converted_source(config: ConversionConfig) -> tuple[PreTrainedModel, str]:
         ValueError: if the source cannot be loaded or converted, has another attention already, or
             takes fewer tokens than a block has.
     """
-    model = open_model(config.source).model.float()
+    model = open_model(config.source).model
+    if model.dtype != torch.float32:
+        model = model.float()
     identity = weights_hash(model)
     most = getattr(model.config, "max_position_embeddings", None)
     if most is not None and config.block_size > most:
