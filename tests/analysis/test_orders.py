@@ -12,6 +12,7 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from head_loops import ORDERS, by_loops
+from softmax_rnn.analysis.inputs import HeadInputs
 from softmax_rnn.analysis.orders import Rows, Terms, add_errors, chebyshev, summed, taylor
 from softmax_rnn.analysis.terms import LayerTerms
 
@@ -33,10 +34,11 @@ def layer_of(attention: str, shift: float) -> sr.Attention:
 
 def found_in(layer: sr.Attention, tolerance: float = 0.03) -> dict[str, list[int]]:
     """The orders of each head."""
-    terms = LayerTerms("layer", layer, 5, 128, SHOWN)
     with torch.no_grad():
-        terms.add(HIDDEN, None, SHOWN[0])
-    return terms.frames(0, 24, tolerance)[0][["max_radius", *ORDERS]].to_dict("list")
+        inputs = HeadInputs.of(layer.spec, layer.project(HIDDEN), SHOWN[0])
+    terms = LayerTerms(0, inputs.q, 5, 128, most_pairs=300)
+    terms.add(inputs)
+    return terms.frames(24, tolerance)[0][["max_radius", *ORDERS]].to_dict("list")
 
 
 @pytest.mark.parametrize("attention", ["softmax", "softmax+decay", "window:6"])
