@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -211,6 +213,20 @@ def test_the_losses_of_shares_add_up(source: Path, texts: Path) -> None:
         loss = objective(conversion_model(settings)[0], settings)
         parts = [loss(124, **{name: x[rows] for name, x in given.items()}) for rows in shares]
         torch.testing.assert_close(sum(parts), loss(124, **given))
+
+
+@pytest.mark.parametrize("fields", [{"objective": "transfer"}, {}])
+def test_a_run_in_bfloat16_is_near_one_in_float32(
+    source: Path, texts: Path, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    settings = config(source, texts, steps=6, **fields)
+    runs = [
+        train(replace(settings, precision=precision), tmp_path / precision)
+        for precision in ("fp32", "bf16")
+    ]
+    losses = [run.metrics.loss.to_numpy() for run in runs]
+    assert not np.array_equal(*losses)
+    np.testing.assert_allclose(*losses, rtol=0.05)
 
 
 def test_settings_are_saved_and_read(source: Path, texts: Path, tmp_path: Path) -> None:

@@ -141,6 +141,12 @@ class ConvertedLayer(AttentionCore):
         if inputs.cache is not None and self.record.index < len(inputs.cache.layers):
             cache = inputs.cache.layers[self.record.index]
         mask, causal = self._visible(mask, key, causal, cache)
+        device = query.device.type
+        if torch.is_autocast_enabled(
+            device
+        ):  # rotary positions may be in another dtype than values
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         visible = {"mask": mask, "causal": causal}
         what = Attending(self, query, key, value, inputs, sinks, visible)
         if self.observer is None:
