@@ -119,10 +119,16 @@ def test_states_at_any_size(name: str, width: int | None, size: float) -> None:
     for key in ("q", "k", "outside_q", "outside_k"):
         if key in case.tensors:
             case.tensors[key].mul_(size)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
+        case = dataclasses.replace(
+            case, tensors={key: x.to(dtype).double() for key, x in case.tensors.items()}
+        )
+        expected = case.run(sr.attention, form="dense")["out"]
         for split in ((40,), (3, 30, 7)):
             for found in (case.run(sr.attention, dtype), by_states(case, split, dtype)):
                 assert all(x.isfinite().all() for x in found.values())
+                error = (found["out"].double() - expected).norm() / expected.norm()
+                assert error <= tolerance or size > 1  # scores of 1e4 have few digits
 
 
 @every_series
@@ -177,6 +183,70 @@ def test_small_weights_outside_a_masked_window() -> None:
         found = case.run(sr.attention, torch.float32, form=form)
         torch.testing.assert_close(found["out"].double(), expected, atol=1e-4, rtol=1e-4, msg=form)
         assert all(x.isfinite().all() for x in found.values())
+
+
+def test_compiled() -> None:
+    """Without breaks of the graph."""
+    case = drawn("window_taylor_first", width=5)
+    compiled = torch.compile(sr.attention, backend="aot_eager", fullgraph=True)
+    assert_close(case.run(compiled), case.run(sr.attention), 1e-12)
+
+
+def outside_of(spec: sr.AttentionSpec | str, **change: Any) -> None:
+    """Call the attention with queries and keys outside the window, some of them changed."""
+    x = torch.zeros(2, 2, 8, 4)
+    given = {"outside_q": x.clone(), "outside_k": x.clone(), **change}
+    sr.attention(x, x, x, spec, **given)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"spec": "softmax"}, "outside_q was given, but this spec does not use one"),
+        ({"outside_q": 3}, r"outside_q must be a torch.Tensor, not int"),
+        ({"outside_k": torch.zeros(2, 2, 7, 4)}, r"outside_k must have shape \[2, 2, 8, 4\]"),
+        ({"outside_k": torch.zeros(2, 2, 8, 0)}, r"outside_k must have shape \[2, 2, 8, 4\]"),
+        ({"outside_k": torch.zeros(2, 2, 8)}, r"outside_k must have shape \[2, 2, 8, 4\]"),
+        ({"outside_k": torch.zeros(2, 2, 8, 5)}, "outside_q has width 4, outside_k has 5"),
+        ({"outside_k": torch.zeros(2, 2, 8, 4).double()}, "outside_k must be torch.float32"),
+        (
+            {
+                **{name: torch.zeros(2, 2, 8, 5) for name in ("outside_q", "outside_k")},
+                "spec": dataclasses.replace(WIDENED["window_taylor"], decay="channel"),
+            },
+            "outside_q and outside_k have width 5, q and k have 4: with decay='channel'",
+        ),
+        (
+            {"mask": torch.ones(8, 8, dtype=torch.bool), "return_state": True},
+            "With a state every query and head sees the same keys",
+        ),
+    ],
+)
+def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        outside_of(**{"spec": WIDENED["window_taylor"], **change})
+
+
+def test_one_of_both_may_be_given() -> None:
+    case = drawn("window_taylor_first", width=8)
+    del case.tensors["outside_q"]
+    expected = case.run(reference.attention)
+    assert_close(case.run(sr.attention), expected, 1e-10)
+    assert_close(by_states(case, (17, 23)), expected, 1e-10)
+
+
+def test_a_state_of_other_keys_is_refused() -> None:
+    case = drawn("window_taylor_first", width=8)  # as wide as those inside
+    _, state = sr.attention(spec=case.spec, return_state=True, **pieces(case, 0, 20))
+    given = {key: x for key, x in pieces(case, 20, 40).items() if "outside_k" not in key}
+    with pytest.raises(ValueError, match=r"the widths of k and outside_k, \[8, None\], not"):
+        sr.attention(spec=case.spec, state=state, **given)
+    cut = dataclasses.replace(state, first=None)
+    with pytest.raises(ValueError, match="must hold 3 first keys, not 0"):
+        sr.attention(spec=case.spec, state=cut, **pieces(case, 20, 40))
+    again = sr.State.from_tensors(case.spec, state.tokens, state.tensors)
+    assert again.tensors.keys() == state.tensors.keys()
+    assert again.nbytes == state.nbytes
 
 
 def test_a_state_of_another_window_is_refused() -> None:
