@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from softmax_rnn.data import load_tokenizer
-from softmax_rnn.models.converted_layer import as_source, converted_layers, observed
+from softmax_rnn.models.converted_layer import as_source, converted_layers, substituted
 from softmax_rnn.training.config import ConversionConfig, RunConfig, load_config
 from softmax_rnn.training.conversion import conversion_model
 from softmax_rnn.training.folder import RunFolder
@@ -319,8 +319,8 @@ def test_the_source_inside_a_converted_model(source: Path, texts: Path) -> None:
     model, _ = conversion_model(config(source, texts, objective="transfer"))
     plain: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source)
     ids = batch()["input_ids"]
-    with observed(model, as_source):
+    with substituted(model, as_source):
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(model(ids).logits, plain(ids).logits, atol=1e-3)
-    with observed(model, as_source), pytest.raises(ValueError, match="without a cache"):
+    with substituted(model, as_source), pytest.raises(ValueError, match="only without a cache"):
         model(ids, past_key_values=model.new_cache())

@@ -26,7 +26,7 @@ from softmax_rnn._utils.progress import ProgressBar
 from softmax_rnn.analysis.converted_heads import converted_heads, has_both, state_off, window_off
 from softmax_rnn.analysis.decoding import decoding_costs
 from softmax_rnn.analysis.evaluation import losses
-from softmax_rnn.models.converted_layer import observed
+from softmax_rnn.models.converted_layer import substituted
 from softmax_rnn.report.figure import save
 from softmax_rnn.report.markdown import table as markdown_table
 from softmax_rnn.report.statistics import paired_difference
@@ -149,8 +149,8 @@ def _modes(model: PreTrainedModel, name: str, parts: bool) -> Iterator[tuple[str
     """The names and contexts in which a model's loss is measured."""
     yield name, nullcontext()
     if parts and has_both(model):
-        yield name + _STATE_OFF, observed(model, state_off)
-        yield name + _WINDOW_OFF, observed(model, window_off)
+        yield name + _STATE_OFF, substituted(model, state_off)
+        yield name + _WINDOW_OFF, substituted(model, window_off)
 
 
 def _row_losses(

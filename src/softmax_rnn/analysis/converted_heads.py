@@ -13,7 +13,7 @@ from softmax_rnn.models.converted_layer import (
     Attending,
     ConvertedLayer,
     converted_layers,
-    observed,
+    substituted,
 )
 from softmax_rnn.training.objectives import relative_errors
 
@@ -22,12 +22,12 @@ ONLY_STATE = 1e30
 
 
 def state_off(what: Attending) -> Tensor:
-    """An observer: the window (and first keys) alone, without the state."""
+    """A substitute: the window (and first keys) alone, without the state."""
     return what.converted(outside_scale=_factor(what, 0.0))
 
 
 def window_off(what: Attending) -> Tensor:
-    """An observer: the state alone; where no key is outside the window, the window."""
+    """A substitute: the state alone; where no key is outside the window, the window."""
     return what.converted(outside_scale=_factor(what, ONLY_STATE))
 
 
@@ -60,7 +60,7 @@ def converted_heads(
     model.eval()
     sums: dict[ConvertedLayer, dict[str, Tensor]] = {x: {} for x in converted_layers(model)}
 
-    def observe(what: Attending) -> Tensor:
+    def compare(what: Attending) -> Tensor:
         expected, found = what.source(), what.converted()
         measured = {"error": relative_errors(found, expected)[0]}
         if what.layer.spec.outside == "series":
@@ -72,7 +72,7 @@ def converted_heads(
             total[name] = total.get(name, 0.0) + value.double().cpu()
         return expected
 
-    with observed(model, observe):
+    with substituted(model, compare):
         for done, ids in enumerate(rows, start=1):
             model.base_model(input_ids=ids.unsqueeze(0).to(model.device), use_cache=False)
             progress(done)

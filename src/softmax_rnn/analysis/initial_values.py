@@ -16,7 +16,7 @@ from softmax_rnn.models.converted_layer import (
     Attending,
     ConvertedLayer,
     converted_layers,
-    observed,
+    substituted,
 )
 from softmax_rnn.ops.forms.row_sums import visible
 from softmax_rnn.training.objectives import relative_errors
@@ -57,13 +57,13 @@ def fit_initial_values(
     if not any(fits.values()):
         return
 
-    def observe(what: Attending) -> Tensor:
+    def compare(what: Attending) -> Tensor:
         expected = what.source()
         for fit in fits[what.layer]:
             fit.add(what, expected)
         return expected
 
-    with observed(model, observe):
+    with substituted(model, compare):
         for done, ids in enumerate(rows, start=1):
             model.base_model(input_ids=ids.unsqueeze(0).to(model.device), use_cache=False)
             progress(done)

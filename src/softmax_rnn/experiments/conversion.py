@@ -1,6 +1,7 @@
 """The conversion of a pretrained model: fit, transfer, finetune, report.
 
 OUT/conversion.yaml    the settings of every stage
+OUT/scores/            the scores of the source's heads: ranges, sinks, orders
 OUT/fitted/            the converted model before any training, with fitted initial values
 OUT/transfer/          the run that trains the new attention to give softmax's outputs
 OUT/finetune/          the run that trains LoRA's additions, or all weights, to predict tokens
@@ -21,20 +22,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from softmax_rnn._utils.errors import require_choice
 from softmax_rnn._utils.files import make_writable, write_json, write_text
 from softmax_rnn._utils.integrity import MANIFEST, damage, seal
 from softmax_rnn._utils.plain_yaml import format_yaml, parse_yaml
 from softmax_rnn._utils.progress import ProgressBar, notice
+from softmax_rnn.analysis.analyze import analyze
 from softmax_rnn.analysis.conversion_report import Stage
+from softmax_rnn.analysis.figure import draw
 from softmax_rnn.analysis.initial_values import fit_initial_values
+from softmax_rnn.analysis.result import write
 from softmax_rnn.experiments.compare import read_variant
 from softmax_rnn.models.converted_layer import converted_layers
 from softmax_rnn.training.checkpoint import PROGRESS, newest_whole
 from softmax_rnn.training.config import ConversionConfig
 from softmax_rnn.training.conversion import converted_source
 from softmax_rnn.training.folder import RunFolder, differences
+from softmax_rnn.training.opening import open_model
 from softmax_rnn.training.run import load_rows, run_tokenizer, train
 from softmax_rnn.training.stopping import StopRequest
 
@@ -42,6 +48,7 @@ _COUNTS = "counts.json"
 _OF_RUNS = (MANIFEST, PROGRESS)  # files of a checkpoint that are no part of a saved model
 STAGES = ("fit", "transfer", "finetune", "report")
 _ROWS = 4  # of text, for fitted initial values
+_MAX_ORDER = 32  # of a head's series, in the measured scores
 
 # Settings of both runs, and of each one, in place of those of a ConversionConfig.
 COMMON: dict[str, Any] = {
@@ -193,12 +200,22 @@ class Conversion:
                 )
 
     def _fit(self) -> None:
-        """Convert the source, and fit the initial values of the new attention."""
+        """Measure the source's heads, convert it, and fit the values of the new attention."""
         _, rows, _ = load_rows(self.transfer)
-        model, _ = converted_source(self.transfer)
         chosen = np.random.default_rng(self.transfer.seed).integers(len(rows), size=_ROWS)
+        ids = [rows[int(i)]["input_ids"] for i in chosen]
+        with ProgressBar("Measuring scores", 1.0) as bar:
+            scores = analyze(
+                open_model(self.transfer.source).model,
+                torch.stack(ids[:1]),
+                max_order=_MAX_ORDER,
+                progress=bar.update,
+            )
+        write(scores, self.out / "scores")
+        draw(scores, self.out / "scores", title=self.transfer.source)
+        model, _ = converted_source(self.transfer)
         with ProgressBar("Fitting initial values", _ROWS) as bar:
-            fit_initial_values(model, [rows[int(i)]["input_ids"] for i in chosen], bar.update)
+            fit_initial_values(model, ids, bar.update)
         parts = self.out / ".fitted.parts"
         shutil.rmtree(parts, ignore_errors=True)
         model.save_pretrained(parts)

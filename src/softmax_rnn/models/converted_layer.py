@@ -46,7 +46,7 @@ class _Inputs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Attending:
-    """What a converted layer is about to compute, for an observer.
+    """What a converted layer is about to compute, for a substitute.
 
     Attributes:
         layer: the layer.
@@ -76,16 +76,16 @@ class Attending:
         return attention(*tensors, spec, sink=self.sinks, **self.visible).transpose(1, 2)
 
 
-Observer = Callable[[Attending], Tensor]  # returns the output that the model goes on with
+Substitute = Callable[[Attending], Tensor]  # returns the output that the model goes on with
 
 
 class ConvertedLayer(AttentionCore):
     """The submodule of an attention module: what its spec and options need, and the computation.
 
-    ``observer`` replaces the computation for a while; see :func:`observed`.
+    ``substitute`` replaces the computation for a while; see :func:`substituted`.
     """
 
-    observer: Observer | None = None
+    substitute: Substitute | None = None
 
     def __init__(self, record: ConvertedAttention) -> None:
         super().__init__(record.spec, record.options)
@@ -149,11 +149,13 @@ class ConvertedLayer(AttentionCore):
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         visible = {"mask": mask, "causal": causal}
         what = Attending(self, query, key, value, inputs, sinks, visible)
-        if self.observer is None:
+        if self.substitute is None:
             return self.converted(what, cache)
         if isinstance(cache, StateLayer | KeyValueLayer) or key.shape[2] != query.shape[2]:
-            raise ValueError("A converted attention is observed without a cache: use_cache=False.")
-        return self.observer(what)
+            raise ValueError(
+                "A converted attention can be substituted only without a cache: use_cache=False."
+            )
+        return self.substitute(what)
 
     def converted(self, what: Attending, cache: Any, **options: Any) -> Tensor:
         """The attention of the layer's spec; ``options`` are arguments of :meth:`attend`."""
@@ -303,20 +305,20 @@ def converted_layers(model: nn.Module) -> list[ConvertedLayer]:
 
 
 @contextlib.contextmanager
-def observed(model: nn.Module, observer: Observer) -> Iterator[None]:
-    """Let ``observer`` compute the attention of all :func:`converted_layers`."""
+def substituted(model: nn.Module, substitute: Substitute) -> Iterator[None]:
+    """Let ``substitute`` compute the attention of all :func:`converted_layers`."""
     layers = converted_layers(model)
     try:
         for layer in layers:
-            layer.observer = observer
+            layer.substitute = substitute
         yield
     finally:
         for layer in layers:
-            layer.observer = None
+            layer.substitute = None
 
 
 def as_source(what: Attending) -> Tensor:
-    """An observer: the source's attention."""
+    """A substitute: the source's attention."""
     return what.source()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from softmax_rnn.data.rows import IGNORED
-from softmax_rnn.models.converted_layer import Attending, as_source, observed
+from softmax_rnn.models.converted_layer import Attending, as_source, substituted
 from softmax_rnn.training.config import ConversionConfig, TrainingConfig
 from softmax_rnn.training.lora import without_lora
 
@@ -52,7 +52,7 @@ class AttentionTransfer(nn.Module):
             errors.append(relative_errors(what.converted(), expected, shown).mean(1))
             return expected
 
-        with observed(self.model, compare):
+        with substituted(self.model, compare):
             self.model.base_model(**batch, use_cache=False)
         return torch.stack(errors).mean(0).sum() / self.rows
 
@@ -89,9 +89,9 @@ class Distillation(nn.Module):
 
     def _source_logits(self, batch: dict[str, Tensor]) -> Tensor:
         if self.copies:
-            with observed(self.copies[0], as_source):
+            with substituted(self.copies[0], as_source):
                 return self._logits(self.copies[0], batch)
-        with observed(self.model, as_source), without_lora(self.model):
+        with substituted(self.model, as_source), without_lora(self.model):
             return self._logits(self.model, batch)
 
 
