@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import softmax_rnn as sr
 from softmax_rnn.analysis.evaluation import evaluate, losses
@@ -17,25 +17,14 @@ from softmax_rnn.data.tokenizer import byte_tokenizer
 from softmax_rnn.training import train
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.opening import open_model
+from sources import save_source
 from tiny import tiny
 
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     """A folder of another library, with bytes as tokens."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=48,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
-    byte_tokenizer().save_pretrained(tmp_path / "llama")
-    return tmp_path / "llama"
+    return save_source(tmp_path / "llama", max_position_embeddings=48)
 
 
 def _run(texts: Path, path: Path, **fields: Any) -> RunFolder:

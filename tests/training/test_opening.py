@@ -15,6 +15,7 @@ from softmax_rnn.data import load_tokenizer
 from softmax_rnn.data.tokenizer import END_OF_TEXT, byte_tokenizer
 from softmax_rnn.training import train
 from softmax_rnn.training.opening import open_model
+from sources import SIZES
 from tiny import tiny
 
 IDS = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -23,19 +24,7 @@ IDS = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
 @pytest.fixture
 def llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(LlamaConfig(**SIZES, rms_norm_eps=1e-5)).eval()
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
 
+from softmax_rnn.experiments.costs import GPUS
 from softmax_rnn.training.config import PRESETS, RunConfig
 from softmax_rnn.training.stopping import seconds
 
@@ -67,6 +68,19 @@ def add_stop_after(parser: ArgumentParser) -> None:
 def stop_after(parsed: Namespace) -> float | None:
     """``--stop-after`` in seconds."""
     return None if parsed.stop_after is None else seconds(parsed.stop_after)
+
+
+def add_dry_run(parser: ArgumentParser, what: str) -> None:
+    """Add ``--dry-run``, which prints ``what`` and its cost, and ``--gpu``."""
+    parser.add_argument(
+        "--dry_run", action="store_true", help=f"print every {what} and its cost, and run nothing"
+    )
+    parser.add_argument(
+        "--gpu",
+        type=str,
+        default=next(iter(GPUS)),
+        help=f"GPU for which --dry_run estimates times: one of {', '.join(GPUS)}",
+    )
 
 
 def show(table: RenderableType) -> None:

@@ -9,8 +9,14 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from softmax_rnn._utils.plain_yaml import parse_fields
-from softmax_rnn.cli.command import Command, add_stop_after, show, show_paths, stop_after
-from softmax_rnn.experiments.costs import GPUS
+from softmax_rnn.cli.command import (
+    Command,
+    add_dry_run,
+    add_stop_after,
+    show,
+    show_paths,
+    stop_after,
+)
 from softmax_rnn.training.stopping import StopRequest, time_left
 
 STAGES = ("fit", "transfer", "finetune", "report")
@@ -57,15 +63,7 @@ def _options(parser: ArgumentParser, _: dict[str, Any]) -> None:
             help=f"settings of {what}, such as steps=400 or learning_rate=1e-3",
         )
     add_stop_after(parser)
-    parser.add_argument(
-        "--dry_run", action="store_true", help="print each stage and its cost, and run nothing"
-    )
-    parser.add_argument(
-        "--gpu",
-        type=str,
-        default=next(iter(GPUS)),
-        help=f"GPU for which --dry_run estimates times: one of {', '.join(GPUS)}",
-    )
+    add_dry_run(parser, "stage")
 
 
 def _convert(parsed: Namespace) -> int:

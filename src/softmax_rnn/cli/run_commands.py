@@ -15,6 +15,7 @@ from softmax_rnn._utils.progress import notice
 from softmax_rnn.cli.command import (
     Command,
     add_config,
+    add_dry_run,
     add_preset,
     add_stop_after,
     run_config,
@@ -23,7 +24,6 @@ from softmax_rnn.cli.command import (
     stop_after,
     write_report,
 )
-from softmax_rnn.experiments.costs import GPUS
 from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.experiments.scales import SCALES
 from softmax_rnn.ops.variants import variants
@@ -216,15 +216,7 @@ def _add_scheduling(parser: ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="parameters of submitit's executor, such as slurm_partition=gpu gpus_per_node=1",
     )
-    parser.add_argument(
-        "--dry_run", action="store_true", help="print every run and its cost, and run nothing"
-    )
-    parser.add_argument(
-        "--gpu",
-        type=str,
-        default=next(iter(GPUS)),
-        help=f"GPU for which --dry_run estimates times: one of {', '.join(GPUS)}",
-    )
+    add_dry_run(parser, "run")
 
 
 def _plan_or_run(
