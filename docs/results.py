@@ -1,6 +1,7 @@
 """Make the tables and figures of results.md from runs: ``python docs/results.py RUNS``.
 
-RUNS is the ``--out`` folder of ``softmax-rnn reproduce``, by default ``runs``. A figure is drawn at
+RUNS is the ``--out`` folder of ``softmax-rnn reproduce``, by default ``runs``; conversions are in
+RUNS/convert/NAME. A figure is drawn at
 the longest scale at which all its runs are finished, if possible with three seeds. A claim is
 judged at the longest scale with three seeds for each of its checks. Unfinished figures and the
 claims on them are not changed on the page.
@@ -8,13 +9,16 @@ claims on them are not changed on the page.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from softmax_rnn._utils.files import write_text
 from softmax_rnn.data import is_task
@@ -253,6 +257,55 @@ def decided(everything: Mapping[str, Found]) -> Iterator[tuple[Verdict, str]]:
         yield [*enough, *started, *named][0]
 
 
+def conversions(files: Sequence[Path]) -> str:
+    """The losses of conversions, the size and speed of their caches, and how they were trained."""
+    parts = []
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        settings, where = found["settings"], found["environment"]
+        title = f"`{Path(settings['source']).name}` with `{settings['attention']}`"
+        rows = (
+            (
+                row["model"],
+                f"{row['loss']:.3f}",
+                f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]",
+                "" if row.get("gap_closed") is None else f"{row['gap_closed']:.0%}",
+            )
+            for row in found["losses"]
+        )
+        decoding = pd.DataFrame(found["decoding"])
+        decoding["MiB"] = decoding.cache_bytes / 2**20
+        wide = decoding.pivot(index="tokens", columns="stage")
+        columns = [
+            (what, name)
+            for what in ("MiB", "tokens_per_second")
+            for name in decoding.stage.unique()
+        ]
+        costs = (
+            (f"{tokens:,}", *(f"{row[column]:,.1f}" for column in columns))
+            for tokens, row in wide.iterrows()
+        )
+        runs = "; ".join(
+            f"{name}: {run['tokens']:,} tokens in {run['seconds'] / 60:.0f} min"
+            for name, run in found["runs"].items()
+        )
+        packages = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
+        header = ("model", "loss", "minus source [95% interval]", "gap closed")
+        units = {"MiB": "MiB", "tokens_per_second": "tokens/s"}
+        parts += [
+            f"{title}, {found['rows']} blocks of {settings['block_size']} held-out tokens of "
+            f"`{settings['corpus']}`:",
+            markdown.table(header, rows, left=1),
+            "Decoding after a prompt:",
+            markdown.table(
+                ("tokens", *(f"{units[what]}, {name}" for what, name in columns)), costs, left=0
+            ),
+            f"Steps only: {runs}. Run on {where['processor']}, {where['cores']} cores, {packages}, "
+            f"commit {where['commit'][:10]}.",
+        ]
+    return "\n\n".join(parts)
+
+
 def conditions(runs: Runs) -> str:
     """The machine, versions and corpus of the runs."""
     one = next(iter(runs["softmax"].values()))
@@ -299,6 +352,11 @@ def main(root: Path) -> None:
         for path in draw(experiment, scale, root, seeds):
             if path.suffix == ".png":
                 shutil.copy(path, HERE / "images" / f"results_{name}.png")
+    if files := sorted(root.glob("convert/*/conversion.json")):
+        parts["conversions"] = conversions(files)
+        for file in files:
+            figure = file.with_suffix(".png")
+            shutil.copy(figure, HERE / "images" / f"results_convert_{file.parent.name}.png")
     fill(page, parts)
 
 

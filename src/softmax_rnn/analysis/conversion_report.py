@@ -88,6 +88,9 @@ def report(
     for number, stage in enumerate(stages):
         opened = open_model(stage.model)
         model, last = opened.model, number == len(stages) - 1
+        if number and opened.run is not None:
+            kept = ("steps", "tokens", "seconds")
+            found.runs[stage.name] = {key: opened.run.summary[key] for key in kept}
         for name, context in _modes(model, stage.name, number in (1, len(stages) - 1)):
             with context, ProgressBar(f"Loss of {name}", len(rows), transient=True) as bar:
                 found.losses[name] = _row_losses(model, rows, bar.update)
@@ -117,6 +120,7 @@ class _Findings:
         self.heads: list[pd.DataFrame] = []
         self.decoding: list[pd.DataFrame] = []
         self.samples: dict[str, list[str]] = {}
+        self.runs: dict[str, dict[str, Any]] = {}
 
     def loss_table(self) -> pd.DataFrame:
         """One row per model: its loss, the difference from the source, the share of a gap closed.
@@ -187,6 +191,7 @@ def _write(
         "settings": config.to_dict(),
         "environment": environment(),
         "rows": count,
+        "runs": found.runs,
         "losses": _plain(table),
         "decoding": _plain(decoding),
         "samples": {"prompts": prompts, **found.samples},
