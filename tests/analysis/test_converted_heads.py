@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import nnls
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,7 +20,12 @@ from softmax_rnn.analysis.converted_heads import (
 )
 from softmax_rnn.analysis.decoding import cache_bytes, decoding_costs
 from softmax_rnn.analysis.initial_values import fit_initial_values
-from softmax_rnn.models.converted_layer import Attending, converted_layers, substituted
+from softmax_rnn.models.converted_layer import (
+    Attending,
+    as_source,
+    converted_layers,
+    substituted,
+)
 from sources import SIZES
 
 TOKENS, WINDOW = 40, 6
@@ -107,13 +111,17 @@ def test_errors_and_shares_are_those_of_dense_weights() -> None:
         np.testing.assert_allclose(heads[name], both.detach(), rtol=1e-4, err_msg=name)
 
 
-def test_the_state_alone() -> None:
-    found = model(f"window_state:{WINDOW}")
+@pytest.mark.parametrize("size", [1, 30])
+def test_the_state_alone(size: float) -> None:
+    found = model(f"window_state:{WINDOW}").double()
+    with torch.no_grad():  # scores of several hundred
+        for layer in found.model.layers:
+            layer.self_attn.q_proj.weight.mul_(size)
     for what in attending(found, rows()[0]):
         _, outside, _ = weights(what)
         alone = window_off(what)[0].transpose(0, 1)[:, WINDOW + 1 :]
         wanted = output(outside, what)[:, WINDOW + 1 :]
-        torch.testing.assert_close(alone.double(), wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(alone, wanted)
         assert torch.equal(window_off(what)[:, :WINDOW], state_off(what)[:, :WINDOW])
 
 
@@ -125,6 +133,31 @@ def test_attention_without_a_window_and_a_state(attention: str) -> None:
     assert list(heads) == ["layer", "head", "error"]
     what = attending(found, rows()[0])[0]
     assert torch.equal(state_off(what), what.converted())
+
+
+def test_nested_substitutes() -> None:
+    found, ids = model(f"window_state:{WINDOW}"), rows()[0][None]
+    with torch.no_grad(), substituted(found, as_source):
+        expected = found(ids).logits
+        with substituted(found, state_off):
+            assert not torch.allclose(found(ids).logits, expected)
+        assert torch.equal(found(ids).logits, expected)
+
+
+def test_softmax_with_another_part_is_converted() -> None:
+    found = model("softmax", layer_options={"skip": True})
+    assert len(converted_layers(found)) == 2
+    torch.manual_seed(0)
+    plain, ids = LlamaForCausalLM(LlamaConfig(**SIZES)).eval(), rows()[0][None]
+    with torch.no_grad(), substituted(found, as_source):
+        torch.testing.assert_close(found(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_rows_cannot_have_first_keys() -> None:
+    found, ids = model(f"window_state:{WINDOW}"), torch.randint(0, 257, (1, 20))
+    positions = torch.cat((torch.arange(12), torch.arange(8)))[None]
+    with pytest.raises(ValueError, match="needs a mask of keys"):
+        found(ids, position_ids=positions, use_cache=False)
 
 
 def test_a_share_is_missing_after_a_norm() -> None:
@@ -153,29 +186,14 @@ def test_the_factor_of_the_state_is_the_best_of_all() -> None:
     np.testing.assert_allclose(converted_heads(found, rows()).error, np.min(errors, axis=0))
 
 
-@pytest.mark.parametrize("window", [None, WINDOW])
-def test_learned_coefficients_are_the_least_squares(window: int | None) -> None:
-    series = {"series": "polynomial", "order": 3, "coefficients": None}
-    outside = {"window": window, "outside": "series"} if window else {}
-    found = model({**sr.AttentionSpec().to_dict(), **series, **outside})
+def test_a_fit_needs_finite_outputs_and_keys_outside_the_window() -> None:
+    found = model(f"window_state:{TOKENS}")
     fit_initial_values(found, rows())
-    seen = [attending(found, ids) for ids in rows()]
-    for place, layer in enumerate(converted_layers(found)):
-        for head in range(4):
-            columns, target = [], []
-            for row in seen:
-                what = row[place]
-                q, k = what.query[0, head].double(), what.key[0, head // 2].double()
-                scores = q @ k.T / math.sqrt(q.shape[-1])
-                total = scores.exp().tril().sum(-1, keepdim=True)
-                pairs = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(-(window or 0))
-                columns.append(torch.stack([(scores**n / total)[pairs] for n in range(4)], dim=-1))
-                target.append((scores.exp() / total)[pairs])
-            exact, _ = nnls(torch.cat(columns).numpy(), torch.cat(target).numpy())
-            logits = layer.coefficient_logit[head].double()
-            coefficients = (logits - torch.lgamma(torch.arange(4).double() + 1)).exp()
-            lowest = math.exp(-12.0)
-            np.testing.assert_allclose(coefficients.detach(), exact, rtol=1e-4, atol=2 * lowest)
+    assert all((layer.outside_logit == 0).all() for layer in converted_layers(found))
+    with torch.no_grad():
+        found.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.nan
+    with pytest.raises(FloatingPointError, match=r"layers\.1\.self_attn is not finite"):
+        fit_initial_values(found, rows())
 
 
 def test_nothing_to_fit() -> None:

@@ -6,8 +6,10 @@ import functools
 import json
 import os
 import pkgutil
+import shutil
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from transformers import AutoModelForCausalLM
 import softmax_rnn.analysis.conversion_report as conversion_report
 from processes import ended, kill, start
 from softmax_rnn._utils.errors import ExitCode
+from softmax_rnn.analysis.evaluation import evaluate
 from softmax_rnn.cli.convert_command import parse_layers
 from softmax_rnn.cli.main import main
 from softmax_rnn.experiments.conversion import Conversion
@@ -72,7 +75,12 @@ def test_a_conversion_from_nothing_to_a_report(calm: Path) -> None:
     assert {"conversion.yaml", "fitted", "transfer", "finetune", "model"} <= names
     found = json.loads((calm / "conversion.json").read_text())
     parts = ("", ", state off", ", window off")
-    wanted = ["source", *(f"fit{x}" for x in parts), "transfer", *(f"finetune{x}" for x in parts)]
+    wanted = [
+        "source",
+        *(f"fitted{x}" for x in parts),
+        "transfer",
+        *(f"finetune{x}" for x in parts),
+    ]
     assert [row["model"] for row in found["losses"]] == wanted
     heads = pd.read_csv(calm / "heads.csv")
     assert len(heads) == 3 * 2 * 4
@@ -115,7 +123,7 @@ KILLS = {
     "fit": killing("experiments.conversion.seal"),
     "transfer": killing("training.loop.Loop.gradients", folder="transfer", calls=6),
     "finetune": killing("training.loop.Loop.gradients", folder="finetune", calls=6),
-    "result": killing("experiments.conversion._link", calls=2),
+    "result": killing("experiments.conversion.shutil.copyfile"),
     "report": killing("analysis.conversion_report._draw"),
 }
 
@@ -170,7 +178,7 @@ def test_two_processes_train_the_stages_one_at_a_time(
 
 def test_only_some_stages(source: Path, corpus: Path, tmp_path: Path) -> None:
     given = Conversion.of(str(source), tmp_path, "lolcats:8", str(corpus), **_settings())
-    with pytest.raises(ValueError, match="run the stage 'fit'"):
+    with pytest.raises(ValueError, match="There is no .*fitted: run the stage 'fit' first"):
         given.execute(["transfer"])
     given.execute(["fit"])
     with pytest.raises(ValueError, match="run the stage 'transfer' first"):
@@ -192,7 +200,7 @@ def test_an_attention_without_parameters_has_no_transfer(
     given = Conversion.of(str(source), tmp_path, "window:8", str(corpus), **_settings(steps=2))
     given.execute(STAGES)
     assert "the stage transfer is skipped" in capsys.readouterr().err
-    assert [stage.name for stage in given.models] == ["source", "fit", "finetune"]
+    assert [stage.name for stage in given.models] == ["source", "fitted", "finetune"]
     conversion_report.report(given.models, given.finetune, tmp_path)
     assert (tmp_path / "conversion.md").exists()
 
@@ -209,6 +217,63 @@ def test_an_attention_from_a_file(source: Path, corpus: Path, tmp_path: Path) ->
     )
     assert given.transfer.spec.window == given.finetune.spec.window == 4
     assert given.transfer.variant.options.feature_map == "hedgehog"
+
+
+def test_settings_bind_from_the_first_result_on(source: Path, corpus: Path, tmp_path: Path) -> None:
+    for size, message in ((512, "block_size=512 is longer than the 128 tokens"), (32, "")):
+        settings = {**_settings(), "fields": {**_settings()["fields"], "block_size": size}}
+        given = Conversion.of(str(source), tmp_path, "lolcats:8", str(corpus), **settings)
+        with pytest.raises(ValueError, match=message) if message else nullcontext():
+            given.execute(["fit"])
+
+
+def test_the_result_knows_its_text(calm: Path) -> None:
+    found, expected = (evaluate(open_model(str(calm / name))) for name in ("model", "finetune"))
+    assert found.summary() == expected.summary()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--layers", "1-2"], "has the layers 0 to 1, not"),
+        (["--with", "block_size=256"], "longer than the 128 tokens"),
+        (["--with", "block_size=8"], "sees all 8 tokens of a block"),
+    ],
+)
+def test_a_dry_run_refuses_what_cannot_run(
+    source: Path,
+    corpus: Path,
+    tmp_path: Path,
+    more: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = words(source, corpus, tmp_path / "out")[: -len(BOTH) - 2]
+    assert main([*given, "--dry_run", *more]) == ExitCode.WRONG_INPUT
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_source(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["--dry_run"]):
+        code = main([*words(tmp_path / "none", corpus, tmp_path / "out"), *more])
+        assert code == ExitCode.WRONG_INPUT
+        assert "none" in capsys.readouterr().err
+
+
+def test_a_changed_source_is_noticed(corpus: Path, tmp_path: Path) -> None:
+    source = save_source(tmp_path / "llama")
+    settings = _settings(steps=2)
+    given = Conversion.of(str(source), tmp_path / "out", "lolcats:8", str(corpus), **settings)
+    given.execute(STAGES)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    model.save_pretrained(source)
+    with pytest.raises(ValueError, match="have changed since it was converted"):
+        conversion_report.report(given.models, given.finetune, given.out, given.source_hash)
+    shutil.rmtree(given.fitted)
+    with pytest.raises(ValueError, match="its weights have changed"):
+        given.execute(STAGES)
 
 
 def test_layers_of_a_text() -> None:

@@ -17,6 +17,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,6 +34,7 @@ from softmax_rnn.report.statistics import paired_difference
 from softmax_rnn.report.style import LOOK
 from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training.config import ConversionConfig
+from softmax_rnn.training.conversion import weights_hash
 from softmax_rnn.training.environment import environment
 from softmax_rnn.training.matmul import widest_float32_products
 from softmax_rnn.training.opening import open_model
@@ -40,10 +42,8 @@ from softmax_rnn.training.run import load_rows
 
 BLOCKS = 16  # of the test split
 _HEAD_ROWS = 4  # for the figures of heads
-_LENGTHS = tuple(2**n for n in range(5, 13))  # of prompts
+_LENGTHS = tuple(2**n for n in range(4, 13))  # of prompts
 _SAMPLES, _PROMPT, _CONTINUATION = 3, 32, 48  # texts, and tokens of each
-
-_SMALLEST_GAP = 0.01  # nats per token, of which a share is told
 
 _BLUE, _VERMILION, _GRAY = "#0072B2", "#D55E00", "#999999"
 
@@ -63,7 +63,7 @@ class Stage:
 
 @widest_float32_products()
 def report(
-    stages: Sequence[Stage], config: ConversionConfig, out: Path
+    stages: Sequence[Stage], config: ConversionConfig, out: Path, source_hash: str | None = None
 ) -> tuple[Table, list[Path]]:
     """Measure the models of a conversion on the test split of its corpus, and write the report.
 
@@ -72,22 +72,25 @@ def report(
             result.
         config: the settings of the conversion's runs.
         out: the folder to write to.
+        source_hash: the hash of the pretrained model's weights when it was converted.
 
     Returns:
         The table of losses, and the paths of ``conversion.json`` (all figures), ``heads.csv``,
         ``conversion.png`` and ``.svg``, and ``conversion.md`` (tables and samples).
 
     Raises:
-        ValueError: if a model cannot be loaded.
+        ValueError: if a model cannot be loaded, or the pretrained one has changed.
     """
     _, _, split = load_rows(config)
     places = np.linspace(0, len(split) - 1, min(BLOCKS, len(split))).round().astype(int)
     rows = [split[place] for place in places.tolist()]
     ids = [row["input_ids"] for row in rows]
-    found = _Findings()
+    found = _Findings(len(split))
     for number, stage in enumerate(stages):
         opened = open_model(stage.model)
         model, last = opened.model, number == len(stages) - 1
+        if not number and source_hash not in (None, weights_hash(model)):
+            raise ValueError(f"The weights of {stage.model} have changed since it was converted.")
         if number and opened.run is not None:
             kept = ("steps", "tokens", "seconds")
             found.runs[stage.name] = {key: opened.run.summary[key] for key in kept}
@@ -100,7 +103,7 @@ def report(
             found.heads.append(heads.assign(stage=stage.name))
         if number == 0 or last:
             most = getattr(model.config, "max_position_embeddings", None) or math.inf
-            lengths = [length for length in _LENGTHS if length + 16 <= most]
+            lengths = [length for length in _LENGTHS if length + 16 <= most] or [1]
             text = torch.cat(ids)
             text = text.repeat(math.ceil(max(_LENGTHS) / len(text)))
             with ProgressBar(f"Decoding with {stage.name}", len(lengths), transient=True) as bar:
@@ -115,7 +118,8 @@ def report(
 class _Findings:
     """What was measured, by the name of a stage or of a mode of its model."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks  # of the test split
         self.losses: dict[str, NDArray[np.float64]] = {}
         self.heads: list[pd.DataFrame] = []
         self.decoding: list[pd.DataFrame] = []
@@ -129,7 +133,8 @@ class _Findings:
         """
         names = list(self.losses)
         source = self.losses[names[0]]
-        alone = next((self.losses[name] for name in names if name.endswith(_STATE_OFF)), None)
+        alone = next((self.losses[name] for name in names if name.endswith(_STATE_OFF)), source)
+        gap = paired_difference(alone[None], source[None])
         rows = []
         for name, values in self.losses.items():
             difference = paired_difference(values[None], source[None])
@@ -140,8 +145,8 @@ class _Findings:
                 "low": difference.low,
                 "high": difference.high,
             }
-            if alone is not None and (alone - source).mean() > _SMALLEST_GAP:
-                row["gap_closed"] = (alone - values).mean() / (alone - source).mean()
+            if gap.low > 0 and not name.endswith(_WINDOW_OFF):
+                row["gap_closed"] = (alone - values).mean() / gap.mean
             rows.append(row)
         return pd.DataFrame(rows)
 
@@ -171,6 +176,8 @@ def _continuations(
 ) -> list[str]:
     """The likeliest continuations of the first tokens of some rows."""
     prompts = torch.stack([x[:_PROMPT] for x in ids[:_SAMPLES]]).to(model.device)
+    if tokens < 1:
+        return [""] * len(prompts)
     out = model.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
@@ -178,7 +185,7 @@ def _continuations(
         do_sample=False,
         pad_token_id=tokenizer.eos_token_id or 0,
     )
-    return tokenizer.batch_decode(out[:, _PROMPT:], skip_special_tokens=True)
+    return tokenizer.batch_decode(out[:, prompts.shape[1] :], skip_special_tokens=True)
 
 
 def _write(
@@ -191,6 +198,7 @@ def _write(
         "settings": config.to_dict(),
         "environment": environment(),
         "rows": count,
+        "rows_of_split": found.blocks,
         "runs": found.runs,
         "losses": _plain(table),
         "decoding": _plain(decoding),
@@ -198,14 +206,15 @@ def _write(
     }
     write_json(out / "conversion.json", data)
     write_text(out / "heads.csv", heads.to_csv(index=False))
-    figures = _draw(table, heads, decoding, out)
-    write_text(out / "conversion.md", _page(table, decoding, prompts, found.samples, config, count))
+    title = f"{Path(config.source).name} with {config.attention}"
+    figures = _draw(table, heads, decoding, out, title)
+    write_text(out / "conversion.md", _page(table, decoding, prompts, found, config))
     shown = terminal_table(_HEADER, _cells(table), left=_HEADER[:1])
-    shown.caption = _caption(config, count)
+    shown.caption = escape(_caption(config, found, table))
     return shown, [out / "conversion.json", out / "heads.csv", *figures, out / "conversion.md"]
 
 
-_HEADER = ("model", "loss", "minus source [95%]", "gap closed")
+_HEADER = ("model", "loss", "difference from the source [95%]", "gap closed")
 
 
 def _cells(table: pd.DataFrame) -> list[list[str]]:
@@ -215,18 +224,31 @@ def _cells(table: pd.DataFrame) -> list[list[str]]:
             row["model"],
             f"{row['loss']:.4f}",
             f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]",
-            "" if math.isnan(share) else f"{share:.0%}",
+            "-" if math.isnan(share) else f"{share:.0%}",
         ]
         for row, share in zip(table.to_dict("records"), closed, strict=True)
     ]
 
 
-def _caption(config: ConversionConfig, rows: int) -> str:
-    return (
-        f"Loss in nats per token on {rows} blocks of {config.block_size} tokens of the test split "
-        f"of {config.corpus}. Gap closed: of the difference between the source and the fitted "
-        "model with its state off, which is the source with a window alone. The intervals cover "
-        "test blocks only."
+def _caption(config: ConversionConfig, found: _Findings, table: pd.DataFrame) -> str:
+    count = len(next(iter(found.losses.values())))
+    words = (
+        f"Loss in nats per token on {count} of the {found.blocks} blocks of {config.block_size} "
+        f"tokens of the test split of {config.corpus}. The intervals cover these blocks only."
+    )
+    if "gap_closed" in table:
+        words += (
+            " Gap closed: of the difference between the source and the fitted model with its state "
+            "off, which is the source with a window alone."
+        )
+    return words
+
+
+def _training(found: _Findings) -> str:
+    """How long each stage trained."""
+    return " ".join(
+        f"{name}: {run['steps']:,} steps, {run['tokens']:,} tokens, {run['seconds'] / 60:.1f} min."
+        for name, run in found.runs.items()
     )
 
 
@@ -234,9 +256,8 @@ def _page(
     table: pd.DataFrame,
     decoding: pd.DataFrame,
     prompts: list[str],
-    samples: dict[str, list[str]],
+    found: _Findings,
     config: ConversionConfig,
-    rows: int,
 ) -> str:
     wide = decoding.pivot_table(index="tokens", columns="stage")
     names = list(dict.fromkeys(decoding.stage))
@@ -251,7 +272,8 @@ def _page(
     header = ["tokens", *(f"MiB, {x}" for x in names), *(f"tokens/s, {x}" for x in names)]
     texts = []
     for number, prompt in enumerate(prompts):
-        quoted = {"prompt": prompt, **{name: found[number] for name, found in samples.items()}}
+        quoted = {"prompt": prompt}
+        quoted |= {name: continued[number] for name, continued in found.samples.items()}
         texts += [f"**{name}**\n\n    " + x.replace("\n", "\n    ") for name, x in quoted.items()]
     return (
         "\n\n".join(
@@ -259,7 +281,8 @@ def _page(
                 f"# {config.source} with {config.attention}",
                 "![losses, heads, decoding](conversion.png)",
                 markdown_table(_HEADER, _cells(table)),
-                _caption(config, rows),
+                _caption(config, found, table),
+                _training(found),
                 "## Decoding after a prompt",
                 markdown_table(header, costs, left=0),
                 "## Continuations",
@@ -271,12 +294,13 @@ def _page(
 
 
 def _draw(
-    table: pd.DataFrame, heads: pd.DataFrame, decoding: pd.DataFrame, out: Path
+    table: pd.DataFrame, heads: pd.DataFrame, decoding: pd.DataFrame, out: Path, title: str
 ) -> list[Path]:
     """Losses, heads and decoding, side by side."""
     with mpl.rc_context(LOOK):
         figure = Figure(figsize=(13.5, 4.2), layout="constrained")
         axes = figure.subplots(1, 4, width_ratios=(1.3, 1.2, 1, 1))
+        figure.suptitle(title, parse_math=False)
         _draw_losses(axes[0], table)
         _draw_heads(figure, axes[1], heads)
         for ax, column, label, unit in (
@@ -289,7 +313,7 @@ def _draw(
                 ax.plot(costs.tokens, costs[column] / unit, "o-", color=color, label=name)
             ax.set_xscale("log", base=2)
             ax.set_ylim(bottom=0)
-            ax.set_xlabel("tokens before")
+            ax.set_xlabel("tokens of the prompt")
             ax.set_title(label)
             ax.legend(frameon=False)
         return save(figure, out / "conversion")
@@ -319,13 +343,15 @@ def _draw_heads(figure: Figure, ax: Axes, heads: pd.DataFrame) -> None:
     column = "state_share" if known else "error"
     grid = last.pivot_table(index="layer", columns="head", values=column)
     image = ax.imshow(grid, aspect="auto", cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
+    above = "max" if grid.to_numpy().max() > 1 else "neither"
     ax.set_yticks(range(0, len(grid), max(1, len(grid) // 10)))
     ax.set_yticklabels(grid.index[:: max(1, len(grid) // 10)])
     ax.grid(False)
     ax.set_xlabel("head")
     ax.set_ylabel("layer")
-    ax.set_title("share of the state" if known else "error of the output")
-    figure.colorbar(image, ax=ax)
+    what = "state's share of the weights" if known else "error against softmax"
+    ax.set_title(f"{heads.stage.iloc[-1]}: {what}")
+    figure.colorbar(image, ax=ax, extend=above)
 
 
 def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import pandas as pd
@@ -17,9 +18,6 @@ from softmax_rnn.models.converted_layer import (
 )
 from softmax_rnn.training.objectives import relative_errors
 
-# A factor of the weights outside the window, beside which those inside it vanish.
-ONLY_STATE = 1e30
-
 
 def state_off(what: Attending) -> Tensor:
     """A substitute: the window (and first keys) alone, without the state."""
@@ -28,7 +26,7 @@ def state_off(what: Attending) -> Tensor:
 
 def window_off(what: Attending) -> Tensor:
     """A substitute: the state alone; where no key is outside the window, the window."""
-    return what.converted(outside_scale=_factor(what, ONLY_STATE))
+    return what.converted(outside_scale=_factor(what, math.inf))
 
 
 def has_both(model: PreTrainedModel) -> bool:
@@ -110,4 +108,4 @@ def _share(layer: ConvertedLayer, both: Tensor, window: Tensor, state: Tensor) -
     assert spec.window is not None
     outside = torch.arange(both.shape[1], device=both.device) >= spec.window + spec.global_keys
     known = outside[:, None] & (size > 0)
-    return (share.masked_fill(~known, 0.0).sum(1) / known.sum(1).clamp(min=1))[0]
+    return (share.masked_fill(~known, 0.0).sum(1) / known.sum(1))[0]  # NaN if none is known

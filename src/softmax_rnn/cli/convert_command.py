@@ -89,7 +89,8 @@ def _convert(parsed: Namespace) -> int:
         from softmax_rnn.analysis.conversion_report import report
 
         with StopRequest(left()):
-            table, paths = report(conversion.models, conversion.finetune, conversion.out)
+            stages, settings, out = conversion.models, conversion.finetune, conversion.out
+            table, paths = report(stages, settings, out, conversion.source_hash)
         show(table)
         show_paths(paths)
     return 0

@@ -11,11 +11,13 @@ OUT/heads.csv, ...     the report
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,16 +38,17 @@ from softmax_rnn.analysis.initial_values import fit_initial_values
 from softmax_rnn.analysis.result import write
 from softmax_rnn.experiments.compare import read_variant
 from softmax_rnn.models.converted_layer import converted_layers
-from softmax_rnn.training.checkpoint import PROGRESS, newest_whole
+from softmax_rnn.training.checkpoint import PROGRESS, STATE, newest_whole
 from softmax_rnn.training.config import ConversionConfig
-from softmax_rnn.training.conversion import converted_source
+from softmax_rnn.training.conversion import converted_source, weights_hash
 from softmax_rnn.training.folder import RunFolder, differences
 from softmax_rnn.training.opening import open_model
 from softmax_rnn.training.run import load_rows, run_tokenizer, train
 from softmax_rnn.training.stopping import StopRequest
 
 _COUNTS = "counts.json"
-_OF_RUNS = (MANIFEST, PROGRESS)  # files of a checkpoint that are no part of a saved model
+# Files of a checkpoint that are no part of a saved model.
+_OF_RUNS = (MANIFEST, PROGRESS, STATE, "*.jsonl")
 STAGES = ("fit", "transfer", "finetune", "report")
 _ROWS = 4  # of text, for fitted initial values
 _MAX_ORDER = 32  # of a head's series, in the measured scores
@@ -119,6 +122,11 @@ class Conversion:
         return self.out / "fitted"
 
     @property
+    def source_hash(self) -> str:
+        """The hash of the source's weights when it was converted."""
+        return str(json.loads((self.fitted / _COUNTS).read_text(encoding="utf-8"))["source"])
+
+    @property
     def model(self) -> Path:
         """The folder of the result."""
         return self.out / "model"
@@ -136,7 +144,7 @@ class Conversion:
     @property
     def models(self) -> list[Stage]:
         """The models of the finished stages, the pretrained one first."""
-        found = [Stage("source", self.transfer.source), Stage("fit", str(self.fitted))]
+        found = [Stage("source", self.transfer.source), Stage("fitted", str(self.fitted))]
         runs = {"transfer": self.transfer_run, "finetune": self.finetune_run}
         return found + [Stage(name, str(run.path)) for name, run in runs.items() if run.finished]
 
@@ -158,33 +166,42 @@ class Conversion:
             require_choice("stage", stage, STAGES)
         make_writable(self.out)
         self._check_settings()
-        if "fit" in stages and not (self.fitted / MANIFEST).exists():
-            with StopRequest(left()):
+        if "fit" in stages and not self.fitted.exists():
+            with _timed("fit"), StopRequest(left()):
                 self._fit()
+        if not self.fitted.exists():
+            raise ValueError(f"There is no {self.fitted}: run the stage 'fit' first.")
         if wrong := damage(self.fitted):
             raise ValueError(
-                f"{self.fitted} is not whole ({wrong}): remove it, and run the stage 'fit'."
+                f"{self.fitted} is damaged ({wrong}): remove it, and run the stage 'fit' again."
             )
         counts = json.loads((self.fitted / _COUNTS).read_text(encoding="utf-8"))
         transferable = counts["new_parameters"] > 0
+        first = self.transfer_run if transferable else self.finetune_run
+        if first.exists:
+            first.check_same_source(counts["weights"])
         start = self.transfer_run.path if transferable else self.fitted
         if "transfer" in stages and not transferable:
             notice("The new attention has no parameters of its own: the stage transfer is skipped.")
         elif "transfer" in stages:
             config = dataclasses.replace(self.transfer, source=str(self.fitted))
-            train(config, self.transfer_run.path, resume=True, stop_after=left())
+            with _timed("transfer"):
+                train(config, self.transfer_run.path, resume=True, stop_after=left())
         if "finetune" in stages:
             if transferable and not self.transfer_run.finished:
                 raise ValueError(f"{start} is not finished: run the stage 'transfer' first.")
             config = dataclasses.replace(self.finetune, source=str(start))
-            train(config, self.finetune_run.path, resume=True, stop_after=left())
-            self._publish()
+            with _timed("finetune"):
+                train(config, self.finetune_run.path, resume=True, stop_after=left())
+            if os.environ.get("RANK", "0") == "0":  # one process of a run publishes it
+                self._publish()
 
     def _check_settings(self) -> None:
         """Save the settings; raise ``ValueError`` if the folder has a conversion with others."""
         file = self.out / "conversion.yaml"
         runs = {"transfer": self.transfer.to_dict(), "finetune": self.finetune.to_dict()}
-        if not file.exists():
+        started = any(path.exists() for path in (self.fitted, self.transfer_run.path))
+        if not file.exists() or not started:
             write_text(file, format_yaml(runs))
             return
         found = parse_yaml(file.read_bytes(), file)
@@ -202,6 +219,9 @@ class Conversion:
     def _fit(self) -> None:
         """Measure the source's heads, convert it, and fit the values of the new attention."""
         _, rows, _ = load_rows(self.transfer)
+        model, identity = converted_source(
+            self.transfer
+        )  # first: it refuses what cannot be converted
         chosen = np.random.default_rng(self.transfer.seed).integers(len(rows), size=_ROWS)
         ids = [rows[int(i)]["input_ids"] for i in chosen]
         with ProgressBar("Measuring scores", 1.0) as bar:
@@ -213,7 +233,6 @@ class Conversion:
             )
         write(scores, self.out / "scores")
         draw(scores, self.out / "scores", title=self.transfer.source)
-        model, _ = converted_source(self.transfer)
         with ProgressBar("Fitting initial values", _ROWS) as bar:
             fit_initial_values(model, ids, bar.update)
         parts = self.out / ".fitted.parts"
@@ -221,28 +240,34 @@ class Conversion:
         model.save_pretrained(parts)
         run_tokenizer(self.transfer).save_pretrained(parts)
         own = (p.numel() for layer in converted_layers(model) for p in layer.parameters())
-        counts = {"parameters": model.num_parameters(), "new_parameters": sum(own)}
+        counts = {
+            "parameters": model.num_parameters(),
+            "new_parameters": sum(own),
+            "source": identity,
+            "weights": weights_hash(model),
+        }
         write_json(parts / _COUNTS, counts)
         seal(parts)
         parts.rename(self.fitted)
 
     def _publish(self) -> None:
-        """Link the files of the last checkpoint that belong to a saved model."""
+        """Copy the files of the last checkpoint that belong to a saved model."""
         checkpoint, _ = newest_whole(self.finetune_run.checkpoints)
         assert checkpoint is not None
         parts = self.out / ".model.parts"
         shutil.rmtree(parts, ignore_errors=True)
-        parts.mkdir()
-        for path in checkpoint.iterdir():
-            if path.is_file() and path.name not in _OF_RUNS and path.suffix != ".jsonl":
-                _link(path, parts / path.name)
+        shutil.copytree(checkpoint, parts, ignore=shutil.ignore_patterns(*_OF_RUNS))
+        # With these, evaluate knows the text that the model was not trained on.
+        for path in (self.finetune_run.config_file, self.finetune_run.environment_file):
+            shutil.copyfile(path, parts / path.name)
         shutil.rmtree(self.model, ignore_errors=True)
         parts.rename(self.model)
 
 
-def _link(path: Path, new: Path) -> None:
-    """Give a file a second name; copy it where a disk has no links."""
-    try:
-        os.link(path, new)
-    except OSError:
-        shutil.copyfile(path, new)
+@contextlib.contextmanager
+def _timed(stage: str) -> Iterator[None]:
+    """Tell when a stage starts and how long it took."""
+    started = time.monotonic()
+    notice(f"Stage {stage}")
+    yield
+    notice(f"Stage {stage}: finished in {(time.monotonic() - started) / 60:.1f} min")

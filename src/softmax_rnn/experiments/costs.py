@@ -80,9 +80,14 @@ def conversion_cost(config: ConversionConfig, gpu: str) -> Cost:
     """
     require_choice("GPU", gpu, GPUS)
     from softmax_rnn.models.loading import meta_model  # slow to import
+    from softmax_rnn.training.conversion import check_length
 
     model = meta_model(config.source)
     sizes = model.config
+    count = sizes.num_hidden_layers
+    if config.layers is not None and max(config.layers) >= count:
+        raise ValueError(f"{config.source} has the layers 0 to {count - 1}, not {config.layers}.")
+    check_length(model, config)
     parameters = int(model.num_parameters())
     rows, width = model.get_input_embeddings().weight.shape
     matrices = parameters - (0 if sizes.tie_word_embeddings else rows * width)

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from softmax_rnn.models.cache import RecurrentCache
 from softmax_rnn.ops.layer import Attention
 from softmax_rnn.ops.layer_core import Projected
+from softmax_rnn.ops.validation import require_first_keys
 
 
 class LlamaAttention(Attention):
@@ -54,6 +55,7 @@ class LlamaAttention(Attention):
             ValueError: for a mask or cache that this attention cannot use; see :meth:`_extend`.
         """
         mask = _visible(attention_mask)
+        require_first_keys(self.spec, mask)
         cached = None
         if isinstance(past_key_values, RecurrentCache):
             cached = past_key_values.layer(self.layer_idx)

@@ -99,10 +99,16 @@ class _OfFamily:
     @property
     def converted_layers(self) -> list[ConvertedAttention]:
         """The converted layers of ``softmax_rnn``."""
-        layers = self.softmax_rnn["layers"] if isinstance(self.softmax_rnn, dict) else None
+        layers = self.softmax_rnn.get("layers") if isinstance(self.softmax_rnn, dict) else None
         if not isinstance(layers, list):
             raise ValueError("A converted model's configuration is made by softmax_rnn.convert.")
-        return [ConvertedAttention.from_dict(layer) for layer in layers]
+        records = [ConvertedAttention.from_dict(layer) for layer in layers]
+        if sorted(record.index for record in records) != list(range(len(records))):
+            raise ValueError(
+                "The converted layers of a configuration must have the indices 0, 1, 2... once "
+                f"each, not {[record.index for record in records]}."
+            )
+        return records
 
 
 class ConvertedModel(PreTrainedModel):

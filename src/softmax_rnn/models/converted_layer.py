@@ -22,7 +22,9 @@ from softmax_rnn.models.converted_cache import KeyValueLayer, StateLayer
 from softmax_rnn.models.converted_record import ConvertedAttention
 from softmax_rnn.models.masks import mask_of_family
 from softmax_rnn.ops.layer_core import AttentionCore, Mapped, Projected
+from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.operation import attention
+from softmax_rnn.ops.validation import require_first_keys
 
 CONVERTED = "softmax_rnn_converted"  # the attention's name in transformers, and the model type
 PROBE = "softmax_rnn_probe"  # an attention that notes its calls, while a model is examined
@@ -100,6 +102,11 @@ class ConvertedLayer(AttentionCore):
         """Become the submodule of ``module`` that computes its attention; return its hook."""
         module.add_module(PART, self)
         return module.register_forward_pre_hook(pass_inputs, with_kwargs=True)
+
+    @property
+    def is_source(self) -> bool:
+        """Whether it computes the source's attention."""
+        return self.spec == self.record.source_spec and self.options == LayerOptions()
 
     def project(
         self, query: Tensor, key: Tensor, value: Tensor, inputs: _Inputs, cache: Any = None
@@ -192,6 +199,7 @@ class ConvertedLayer(AttentionCore):
                 "which a converted attention does not have."
             )
         mask = mask[..., mask.shape[-1] - keys :]  # a cache may have dropped the first
+        require_first_keys(self.spec, mask)
         if mask.shape[-2] == 1:
             return mask, True
         if mask.stride()[2:] == (0, 0):  # bidirectional, nothing hidden
@@ -301,20 +309,20 @@ def attend(
 def converted_layers(model: nn.Module) -> list[ConvertedLayer]:
     """The layers of a model whose attention is no longer the source's."""
     layers = (module for module in model.modules() if isinstance(module, ConvertedLayer))
-    return [layer for layer in layers if layer.spec != layer.record.source_spec]
+    return [layer for layer in layers if not layer.is_source]
 
 
 @contextlib.contextmanager
 def substituted(model: nn.Module, substitute: Substitute) -> Iterator[None]:
     """Let ``substitute`` compute the attention of all :func:`converted_layers`."""
-    layers = converted_layers(model)
+    before = [(layer, layer.substitute) for layer in converted_layers(model)]
     try:
-        for layer in layers:
+        for layer, _ in before:
             layer.substitute = substitute
         yield
     finally:
-        for layer in layers:
-            layer.substitute = None
+        for layer, earlier in before:
+            layer.substitute = earlier
 
 
 def as_source(what: Attending) -> Tensor:

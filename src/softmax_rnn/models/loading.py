@@ -64,6 +64,11 @@ def load_model(source: Path | str) -> PreTrainedModel:
 def _place(name: str) -> tuple[str, dict[str, Any]]:
     """Where a source is, and how transformers reads it."""
     options: dict[str, Any] = {"local_files_only": not name.startswith(HUB)}
+    if not name.startswith(HUB) and not Path(name).exists():
+        raise FileNotFoundError(
+            f"There is no folder or file {name}; a model of the Hugging Face Hub is called "
+            f"{HUB}owner/name."
+        )
     if not name.endswith(".gguf"):
         return name.removeprefix(HUB), options
     if find_spec("gguf") is None:

@@ -119,7 +119,8 @@ def attention(
             windows need ``causal``.
         coefficients: [H, N + 1], of a ``polynomial`` without coefficients of its own.
         sink: [H], for the denominator ``sum_plus_sink``.
-        outside_scale: [H], the factor of the weights outside the window (``outside="series"``);
+        outside_scale: [H], the factor of the weights outside the window (``outside="series"``),
+            infinite for these weights alone, where there are any;
             ones if not given.
         outside_q: [B, H, T, F], the queries of the series outside the window
             (``outside="series"``), before the spec's feature map; ``q`` if not given.

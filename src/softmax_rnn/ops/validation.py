@@ -45,6 +45,15 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
         )
 
 
+def require_first_keys(spec: AttentionSpec, mask: Tensor | None) -> None:
+    """Raise ``ValueError`` if the first keys that rows of a full mask see may differ."""
+    if spec.global_keys and mask is not None and mask.shape[-2] > 1 and mask.stride(-2):
+        raise ValueError(
+            f"global_keys={spec.global_keys} needs a mask of keys, [B, T] or [B, 1, 1, S], not one "
+            "per query (of packed sequences, for example), whose first keys differ."
+        )
+
+
 def checked_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Return the mask with four dimensions, each either 1 or that of [B, H, T, S]."""
     if mask is None:

@@ -83,11 +83,13 @@ def window_and_series(
         state=state,
         keep_state=keep_state,
     )
-    factor = faded
+    factor, alone = faded, None
     if outside_scale is not None:
         scale = outside_scale.to(compute_dtype(q.dtype)).unsqueeze(-1)
+        alone = scale.isinf()
+        scale = scale.masked_fill(alone, 1.0)
         factor = scale if factor is None else scale * factor
-    return _joined(window_sums, series_sums, factor), (recent, first)
+    return _joined(window_sums, series_sums, factor, alone), (recent, first)
 
 
 class _Keys(NamedTuple):
@@ -199,24 +201,34 @@ def _parts(
     return replace(mapped, **exp, **rest), outside
 
 
-def _joined(near: RowSums, far: RowSums, factor: Tensor | None) -> RowSums:
-    """The sums of both; those of ``far`` times ``factor``, broadcastable to [B, H, T]."""
+def _joined(
+    near: RowSums, far: RowSums, factor: Tensor | None, alone: Tensor | None = None
+) -> RowSums:
+    """The sums of both; those of ``far`` times ``factor``, broadcastable to [B, H, T].
+
+    Where ``alone`` is true, those of ``far`` alone, if there are any.
+    """
     assert near.weight_sum is not None
-    zero = torch.zeros_like(near.weight_sum)
+    near_numerator, near_sum = near.numerator, near.weight_sum
+    zero = torch.zeros_like(near_sum)
     scales = [zero if part.log_scale is None else part.log_scale for part in (near, far)]
     factor = torch.ones_like(zero) if factor is None else factor
     far_empty = (far.numerator == 0).all(-1)
     if far.weight_sum is not None:
         far_empty = far_empty & (far.weight_sum == 0)
     far_empty = far_empty | (factor == 0)
+    if alone is not None:
+        alone = alone & ~far_empty
+        near_numerator = near_numerator.masked_fill(alone.unsqueeze(-1), 0.0)
+        near_sum = near_sum.masked_fill(alone, 0.0)
     # If there is no key on one side, the weights on the other may be of any size.
-    largest = torch.where(near.weight_sum == 0, scales[1], scales[0].maximum(scales[1]))
+    largest = torch.where(near_sum == 0, scales[1], scales[0].maximum(scales[1]))
     largest = torch.where(far_empty, scales[0], largest)
     ours, theirs = ((scale - largest).clamp(max=0.0).exp() for scale in scales)
     theirs = theirs * factor
-    numerator = near.numerator * ours.unsqueeze(-1) + far.numerator * theirs.unsqueeze(-1)
+    numerator = near_numerator * ours.unsqueeze(-1) + far.numerator * theirs.unsqueeze(-1)
     weight_sum = None
     if far.weight_sum is not None:
-        weight_sum = near.weight_sum * ours + far.weight_sum * theirs
+        weight_sum = near_sum * ours + far.weight_sum * theirs
     noise = None if far.noise is None else far.noise * theirs.detach().abs()
     return RowSums(numerator, weight_sum, largest, far.state, noise)

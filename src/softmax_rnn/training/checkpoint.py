@@ -45,7 +45,8 @@ from softmax_rnn.training.distributed import OTHER_FAILED
 from softmax_rnn.training.folder import RunFolder
 
 PROGRESS = "progress.json"
-_WEIGHTS, _STATE = "model.safetensors", "state"
+STATE = "state"
+_WEIGHTS = "model.safetensors"
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -65,14 +66,14 @@ def write_state(
     tensors = _tensors(model, optimizer, weights)
     if not tensors:  # every step so far was skipped
         return
-    writer = HuggingFaceStorageWriter(str(checkpoint / _STATE), save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(checkpoint / STATE), save_distributed=True)
     with _raising_own_failure(rank):
         save(tensors, storage_writer=writer, no_dist=not torch.distributed.is_initialized())
 
 
 def read_state(checkpoint: Path, model: PreTrainedModel, optimizer: Optimizer, rank: int) -> None:
     """Load a checkpoint of any number of processes into a model and its new optimizer."""
-    state = checkpoint / _STATE
+    state = checkpoint / STATE
     reader = HuggingFaceStorageReader(str(state))
     saved = reader.read_metadata().state_dict_metadata if state.exists() else {}
     apart = any(key.startswith("model.") for key in saved)
@@ -186,7 +187,7 @@ def model_folder(path: Path) -> Path:
 
 def load_trained(folder: Path) -> PreTrainedModel:
     """The model in a folder of :func:`model_folder`; ``ValueError`` if it cannot be loaded."""
-    if (folder / _WEIGHTS).exists() or not (folder / _STATE).exists():
+    if (folder / _WEIGHTS).exists() or not (folder / STATE).exists():
         return load_model(folder)
     config = AutoConfig.from_pretrained(folder)
     if not isinstance(config, SoftmaxRNNConfig):
@@ -196,5 +197,5 @@ def load_trained(folder: Path) -> PreTrainedModel:
     model = SoftmaxRNNForCausalLM(config)
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     with _raising_own_failure(rank=0):
-        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder / _STATE)), no_dist=True)
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder / STATE)), no_dist=True)
     return model

@@ -337,6 +337,14 @@ class ConversionConfig(TrainingConfig):
         super().__post_init__()
         if not self.source:
             raise ValueError("source must name a pretrained model.")
+        spec = self.spec
+        if spec.outside == "series" and (spec.window or 0) + spec.global_keys >= self.block_size:
+            raise ValueError(
+                f"The window of {self.attention} sees all {self.block_size} tokens of a block, so "
+                "its state would not be trained: give a larger block_size, or a smaller window."
+            )
+        if self.packing != "blocks":
+            raise ValueError(f"A conversion needs packing='blocks', not {self.packing!r}.")
         if self.fsdp:
             raise ValueError("fsdp=true is for new models: a conversion has a full model per GPU.")
 

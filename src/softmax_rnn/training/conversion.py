@@ -58,12 +58,7 @@ def converted_source(config: ConversionConfig) -> tuple[PreTrainedModel, str]:
     if model.dtype != torch.float32:
         model = model.float()
     identity = weights_hash(model)
-    most = getattr(model.config, "max_position_embeddings", None)
-    if most is not None and config.block_size > most:
-        raise ValueError(
-            f"block_size={config.block_size} is longer than the {most} tokens that {config.source} "
-            "takes."
-        )
+    check_length(model, config)
     _drop_nothing(model)
     if isinstance(model, ConvertedModel):
         _check_attention(model, config)
@@ -74,15 +69,24 @@ def converted_source(config: ConversionConfig) -> tuple[PreTrainedModel, str]:
     return model, identity
 
 
+def check_length(model: PreTrainedModel, config: ConversionConfig) -> None:
+    """Raise ``ValueError`` if the model has fewer positions than a block has tokens."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is not None and config.block_size > most:
+        raise ValueError(
+            f"block_size={config.block_size} is longer than the {most} tokens that {config.source} "
+            "takes."
+        )
+
+
 def _check_attention(model: ConvertedModel, config: ConversionConfig) -> None:
     """Raise ``ValueError`` unless the converted layers have the run's attention."""
     wanted = config.spec.to_dict(), config.variant.options.to_dict()
     parts = [part for part in model.modules() if isinstance(part, ConvertedLayer)]
     for place, part in enumerate(parts):
         chosen = config.layers is None or place in config.layers
-        is_source = part.spec == part.record.source_spec
         found = part.record.attention, part.record.layer_options
-        if (chosen and found != wanted) or (not chosen and not is_source):
+        if (chosen and found != wanted) or (not chosen and not part.is_source):
             raise ValueError(
                 f"{config.source} is converted already, with another attention in layer {place}: "
                 f"{part.spec}. Give its attention and layers, or a source that is not converted."

@@ -78,7 +78,8 @@ class Loop:
             )
         model.to(accelerator.device)
         self.sharded = config.fsdp and processes > 1
-        if config.gradient_checkpointing:
+        transferring = isinstance(config, ConversionConfig) and config.objective == "transfer"
+        if config.gradient_checkpointing and not transferring:  # which keeps few activations
             checkpoint_activations(model, {"use_reentrant": False})
         if self.sharded:
             shard(model)

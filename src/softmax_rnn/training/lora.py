@@ -28,16 +28,21 @@ def add_lora(model: PreTrainedModel, rank: int, seed: int) -> None:
         raise missing_extra("convert", "lora_rank > 0", error) from error
     parts = [part for part in model.base_model.modules() if isinstance(part, ConvertedLayer)]
     own = {module for part in parts for module in part.modules()}
-    names = [
-        name
+    layers = {
+        name: module
         for name, module in model.base_model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module not in own
-    ]
-    if not names:
+    }
+    if not layers:
         raise ValueError(f"lora_rank={rank}: {type(model).__name__} has no linear layers; give 0.")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        settings = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names)
+        settings = peft.LoraConfig(
+            r=rank,
+            lora_alpha=2 * rank,
+            target_modules=list(layers),
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in layers.values()),
+        )
         peft.inject_adapter_in_model(settings, model)
 
 
