@@ -55,7 +55,6 @@ class LlamaAttention(Attention):
             ValueError: for a mask or cache that this attention cannot use; see :meth:`_extend`.
         """
         mask = _visible(attention_mask)
-        require_first_keys(self.spec, mask)
         cached = None
         if isinstance(past_key_values, RecurrentCache):
             cached = past_key_values.layer(self.layer_idx)
@@ -69,6 +68,7 @@ class LlamaAttention(Attention):
             "causal": self._is_causal(mask, projected, past_key_values),
             "mask": mask,
         }
+        require_first_keys(self.spec, mask)
         if cached is None:
             out = self.attend(hidden_states, projected, **options)
         else:

@@ -63,15 +63,16 @@ def load_model(source: Path | str) -> PreTrainedModel:
 
 def _place(name: str) -> tuple[str, dict[str, Any]]:
     """Where a source is, and how transformers reads it."""
-    options: dict[str, Any] = {"local_files_only": not name.startswith(HUB)}
-    if not name.startswith(HUB) and not Path(name).exists():
-        raise FileNotFoundError(
-            f"There is no folder or file {name}; a model of the Hugging Face Hub is called "
-            f"{HUB}owner/name."
-        )
-    if not name.endswith(".gguf"):
-        return name.removeprefix(HUB), options
-    if find_spec("gguf") is None:
+    in_hub, packed = name.startswith(HUB), name.endswith(".gguf")
+    if packed and find_spec("gguf") is None:
         raise missing_extra("gguf", name, ModuleNotFoundError(name="gguf"))
+    if not in_hub and not Path(name).exists():
+        raise ValueError(
+            f"Cannot load the model in {name}: there is no such folder or file. A model of the "
+            f"Hugging Face Hub is called {HUB}owner/name."
+        )
+    options: dict[str, Any] = {"local_files_only": not in_hub}
+    if not packed:
+        return name.removeprefix(HUB), options
     options |= {"gguf_file": Path(name).name, "dtype": torch.float32}
     return str(Path(name).parent), options
