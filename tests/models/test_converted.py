@@ -368,6 +368,22 @@ def test_it_stays_converted(tmp_path: Path) -> None:
         assert "softmax_rnn" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda layers: layers[1].update(index=0),
+        lambda layers: layers[1].update(index=99),
+    ],
+)
+def test_a_configuration_has_every_layer_once(tmp_path: Path, edit: Any) -> None:
+    converted("Llama", "taylor:2").save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    edit(fields["softmax_rnn"]["layers"])
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="must have the indices 0, 1, 2"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 def test_labels_survive(tmp_path: Path) -> None:
     labels = {0: "no", 1: "perhaps", 2: "yes"}
     model = source("Llama", "LlamaForSequenceClassification", id2label=labels)

@@ -229,6 +229,16 @@ def test_a_run_in_bfloat16_is_near_one_in_float32(
     np.testing.assert_allclose(*losses, rtol=0.05)
 
 
+@pytest.mark.parametrize("fields", [{"objective": "transfer"}, {}])
+def test_recomputed_activations_change_nothing(
+    source: Path, texts: Path, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    settings = config(source, texts, steps=4, **fields)
+    plain = train(settings, tmp_path / "plain")
+    found = train(replace(settings, gradient_checkpointing=True), tmp_path / "recomputed")
+    np.testing.assert_allclose(found.metrics.loss, plain.metrics.loss, rtol=1e-5)
+
+
 def test_settings_are_saved_and_read(source: Path, texts: Path, tmp_path: Path) -> None:
     settings = config(source, texts, layers=[1], lora_rank=3)
     settings.save(tmp_path / "config.yaml")
@@ -250,6 +260,8 @@ def test_only_the_chosen_layers_are_converted(source: Path, texts: Path) -> None
         ({"distillation": 1.5}, "distillation"),
         ({"objective": "transfr"}, "objective"),
         ({"layers": [-1]}, "layers"),
+        ({"block_size": 8}, "sees all 8 tokens of a block"),
+        ({"packing": "documents"}, "needs packing='blocks'"),
     ],
 )
 def test_invalid_settings(fields: dict[str, Any], message: str) -> None:
