@@ -18,8 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from softmax_rnn._utils.files import write_text
 from softmax_rnn.data import is_task
 from softmax_rnn.experiments.claims import OWN, PAPER
@@ -273,17 +271,19 @@ def conversions(files: Sequence[Path]) -> str:
             )
             for row in found["losses"]
         )
-        decoding = pd.DataFrame(found["decoding"])
-        decoding["MiB"] = decoding.cache_bytes / 2**20
-        wide = decoding.pivot(index="tokens", columns="stage")
+        decoding = {(row["tokens"], row["stage"]): row for row in found["decoding"]}
+        stages = list(dict.fromkeys(stage for _, stage in decoding))
         columns = [
-            (what, name)
-            for what in ("MiB", "tokens_per_second")
-            for name in decoding.stage.unique()
+            (unit, name, factor, stage)
+            for unit, name, factor in (
+                ("MiB", "cache_bytes", 2**-20),
+                ("tokens/s", "tokens_per_second", 1),
+            )
+            for stage in stages
         ]
         costs = (
-            (f"{tokens:,}", *(f"{row[column]:,.1f}" for column in columns))
-            for tokens, row in wide.iterrows()
+            (f"{n:,}", *(f"{factor * decoding[n, s][name]:,.1f}" for _, name, factor, s in columns))
+            for n in dict.fromkeys(n for n, _ in decoding)
         )
         runs = "; ".join(
             f"{name}: {run['tokens']:,} tokens in {run['seconds'] / 60:.0f} min"
@@ -291,14 +291,13 @@ def conversions(files: Sequence[Path]) -> str:
         )
         packages = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
         header = ("model", "loss", "minus source [95% interval]", "gap closed")
-        units = {"MiB": "MiB", "tokens_per_second": "tokens/s"}
         parts += [
             f"{title}, {found['rows']} blocks of {settings['block_size']} held-out tokens of "
             f"`{settings['corpus']}`:",
             markdown.table(header, rows, left=1),
             "Decoding after a prompt:",
             markdown.table(
-                ("tokens", *(f"{units[what]}, {name}" for what, name in columns)), costs, left=0
+                ("tokens", *(f"{unit}, {stage}" for unit, _, _, stage in columns)), costs, left=0
             ),
             f"Steps only: {runs}. Run on {where['processor']}, {where['cores']} cores, {packages}, "
             f"commit {where['commit'][:10]}.",
