@@ -17,9 +17,8 @@ from softmax_rnn.cli.command import (
     show_paths,
     stop_after,
 )
+from softmax_rnn.training.config import STAGES
 from softmax_rnn.training.stopping import StopRequest, time_left
-
-STAGES = ("fit", "transfer", "finetune", "report")
 
 
 def _options(parser: ArgumentParser, _: dict[str, Any]) -> None:

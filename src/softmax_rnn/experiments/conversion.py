@@ -39,7 +39,7 @@ from softmax_rnn.analysis.result import write
 from softmax_rnn.experiments.compare import read_variant
 from softmax_rnn.models.converted_layer import converted_layers
 from softmax_rnn.training.checkpoint import PROGRESS, STATE, newest_whole
-from softmax_rnn.training.config import ConversionConfig
+from softmax_rnn.training.config import STAGES, ConversionConfig
 from softmax_rnn.training.conversion import converted_source, weights_hash
 from softmax_rnn.training.folder import RunFolder, differences
 from softmax_rnn.training.opening import open_model
@@ -49,7 +49,6 @@ from softmax_rnn.training.stopping import StopRequest
 _COUNTS = "counts.json"
 # Files of a checkpoint that are no part of a saved model.
 _OF_RUNS = (MANIFEST, PROGRESS, STATE, "*.jsonl")
-STAGES = ("fit", "transfer", "finetune", "report")
 _ROWS = 4  # of text, for fitted initial values
 _MAX_ORDER = 32  # of a head's series, in the measured scores
 
@@ -193,7 +192,8 @@ class Conversion:
             config = dataclasses.replace(self.finetune, source=str(start))
             with _timed("finetune"):
                 train(config, self.finetune_run.path, resume=True, stop_after=left())
-            if os.environ.get("RANK", "0") == "0":  # one process of a run publishes it
+            # One process of a run publishes it, once.
+            if os.environ.get("RANK", "0") == "0" and not self.model.exists():
                 self._publish()
 
     def _check_settings(self) -> None:
@@ -219,9 +219,8 @@ class Conversion:
     def _fit(self) -> None:
         """Measure the source's heads, convert it, and fit the values of the new attention."""
         _, rows, _ = load_rows(self.transfer)
-        model, identity = converted_source(
-            self.transfer
-        )  # first: it refuses what cannot be converted
+        # First, since it refuses what cannot be converted.
+        model, identity = converted_source(self.transfer)
         chosen = np.random.default_rng(self.transfer.seed).integers(len(rows), size=_ROWS)
         ids = [rows[int(i)]["input_ids"] for i in chosen]
         with ProgressBar("Measuring scores", 1.0) as bar:
@@ -260,7 +259,6 @@ class Conversion:
         # With these, evaluate knows the text that the model was not trained on.
         for path in (self.finetune_run.config_file, self.finetune_run.environment_file):
             shutil.copyfile(path, parts / path.name)
-        shutil.rmtree(self.model, ignore_errors=True)
         parts.rename(self.model)
 
 

@@ -30,6 +30,7 @@ from softmax_rnn.sizes import SIZES
 Precision = Literal["auto", "fp32", "bf16"]
 Packing = Literal["blocks", "documents"]
 Objective = Literal["language", "transfer"]
+STAGES = ("fit", "transfer", "finetune", "report")  # of a conversion
 
 # Appendix D; the schedule's horizon is that of the authors' code.
 _PAPER: dict[str, Any] = {
