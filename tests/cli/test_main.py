@@ -14,7 +14,6 @@ import softmax_rnn
 import softmax_rnn.data.preparation as preparation
 import softmax_rnn.data.tokenise as tokenise
 from made_up import made_up
-from processes import Forked
 from softmax_rnn._utils import files
 from softmax_rnn._utils.errors import EXIT_CODES
 from softmax_rnn.cli import main as cli
@@ -23,7 +22,6 @@ from softmax_rnn.data import prepare
 from softmax_rnn.data.shards import Journal
 from softmax_rnn.experiments import scheduler
 from softmax_rnn.experiments.claims import OWN, PAPER
-from softmax_rnn.experiments.launchers import LocalLauncher
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.stopping import RunStopped, StopRequest
 from tiny import TINY, options
@@ -416,7 +414,6 @@ def test_names_are_not_interpreted_as_markup(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(LocalLauncher, "start", Forked.start)
     out = tmp_path / "br[/b]x$\\frac$"
     assert main(["compare", "softmax", *options(texts, out)]) == 0
     assert "in " in capsys.readouterr().out

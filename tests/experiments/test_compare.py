@@ -6,8 +6,6 @@ import contextlib
 import io
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from rich.console import Console
 import softmax_rnn.experiments.launchers as launch_module
 import softmax_rnn.experiments.scheduler as scheduler
 import softmax_rnn.training.stopping as stopping
-from processes import Forked, start
+from processes import program, start
 from softmax_rnn.experiments.compare import compare_configs
 from softmax_rnn.experiments.launchers import LocalJob, LocalLauncher
 from softmax_rnn.experiments.plan import PlannedRun
@@ -65,7 +63,6 @@ def test_mistakes_are_named_before_anything_runs(texts: Path, tmp_path: Path) ->
 def test_runs_are_run_once_and_failures_told(
     texts: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalLauncher, "start", Forked.start)
     root = tmp_path / "runs"
     good = compare_configs(["softmax"], [0], tiny(texts, steps=4), root)
     bad = compare_configs(["norm"], [0], tiny(texts, vocab_size=100, steps=4), root)
@@ -116,8 +113,7 @@ def sleepers(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[tuple[str,
     def start(self: object, run: PlannedRun, root: Path, gpu: str | None) -> Any:
         launched.append((run.name.partition("-")[0], gpu))
         wait = seconds / 10 if run.name.startswith("gate") else seconds
-        command = [sys.executable, "-c", f"import time; time.sleep({wait})"]
-        return LocalJob(subprocess.Popen(command, start_new_session=True), root / "log")
+        return LocalJob(program(f"import time; time.sleep({wait})", root), root / "log")
 
     monkeypatch.setattr(LocalLauncher, "start", start)
     monkeypatch.setattr(scheduler, "_POLL_SECONDS", 0.01)
@@ -201,8 +197,7 @@ def _deaf_runs() -> None:
             "aside.write_text(str(os.getpid())); aside.rename(aside.with_name('deaf')); "
             "time.sleep(600)"
         )
-        command = [sys.executable, "-c", deaf]
-        return LocalJob(subprocess.Popen(command, start_new_session=True), root / "log")
+        return LocalJob(program(deaf, root), root / "log")
 
     LocalLauncher.start = start  # type: ignore[method-assign]
     stopping._AGAIN = 0.05
@@ -220,8 +215,7 @@ def test_how_runs_end_is_told(
 
     def start(self: object, run: PlannedRun, root: Path, gpu: str | None) -> Any:
         end = ends[run.name.partition("-")[0]]
-        command = [sys.executable, "-c", f"import os, sys; {end}"]
-        return LocalJob(subprocess.Popen(command), root / "log")
+        return LocalJob(program(f"import os, sys; {end}", root), root / "log")
 
     monkeypatch.setattr(LocalLauncher, "start", start)
     monkeypatch.setattr(scheduler, "_POLL_SECONDS", 0.01)

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from made_up import made_up
-from processes import Forked
 from softmax_rnn._utils.plain_yaml import format_yaml, parse_yaml
 from softmax_rnn.cli.main import main
 from softmax_rnn.experiments.compare import compare_configs
-from softmax_rnn.experiments.launchers import LocalLauncher
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.variants import resolve_layer, variant
 from softmax_rnn.report.outputs import find_runs, report
@@ -135,7 +133,6 @@ def test_compare_from_a_file_to_a_report(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(LocalLauncher, "start", Forked.start)
     out = tmp_path / "runs"
     words = ["compare", "softmax", f"mine={spec_file}", *options(texts, out)]
     assert main([*words, "--dry-run"]) == 0

@@ -12,12 +12,10 @@ import pytest
 import torch
 
 from made_up import made_up
-from processes import Forked
 from softmax_rnn.cli.main import main
 from softmax_rnn.experiments.compare import compare_configs
 from softmax_rnn.experiments.costs import bytes_text, cost, count_text, hours_text
 from softmax_rnn.experiments.figures import FAMILY, FIGURES
-from softmax_rnn.experiments.launchers import LocalLauncher
 from softmax_rnn.experiments.plan import plan_table
 from softmax_rnn.experiments.reproduce import draw, figure_runs, finished_runs, report_figure
 from softmax_rnn.experiments.scales import SCALES
@@ -213,7 +211,6 @@ def test_reproduce_runs_what_is_missing_and_draws(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(LocalLauncher, "start", Forked.start)
     fields = [f"{key}={value}" for key, value in {**TINY, "corpus": texts}.items()]
     words = ["reproduce", "figure4", "--out", str(tmp_path), "--variants", "softmax", "norm"]
     words += ["--seeds", "0", "--with", *fields]

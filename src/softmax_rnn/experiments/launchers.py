@@ -9,24 +9,27 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import runpy
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from softmax_rnn._utils.errors import ExitCode, require_choice
+from softmax_rnn._utils.processes import start
 from softmax_rnn.experiments.plan import PlannedRun
 from softmax_rnn.training import RunConfig, train
 from softmax_rnn.training.distributed import OTHER_FAILED
 from softmax_rnn.training.stopping import RunStopped
 
 CLUSTERS = ("local", "slurm")
+_IMPORTS = ("softmax_rnn.cli.run_commands", "softmax_rnn.training.run")  # of a run
 # By default glibc returns every large block to the system after use; the next use is then slow.
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**29)}
 
@@ -55,16 +58,15 @@ class LocalLauncher:
         for path in (config, log):
             path.parent.mkdir(parents=True, exist_ok=True)
         run.config.save(config)
-        command = [sys.executable, "-m", "softmax_rnn", "train", "--resume"]
-        with log.open("a") as output:
-            process = subprocess.Popen(
-                [*command, "--config", str(config), "--out", str(run.folder.path)],
-                env=_environment(self.threads, slot),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # the scheduler alone passes Ctrl-C on
-            )
+        words = ["train", "--resume", "--config", str(config), "--out", str(run.folder.path)]
+        process = start(
+            run_command,
+            words,
+            log=log,
+            environment=_environment(self.threads, slot),
+            preload=_IMPORTS,
+            fork=slot is None,  # a fork cannot choose its GPU any more
+        )
         return LocalJob(process, log)
 
 
@@ -148,16 +150,23 @@ class _Training:
         return submitit.helpers.DelayedSubmission(self)
 
 
+def run_command(words: Sequence[str]) -> None:
+    """Be ``softmax-rnn`` with these arguments, and end this process."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    sys.argv = ["softmax-rnn", *words]
+    runpy.run_module("softmax_rnn", run_name="__main__", alter_sys=True)
+
+
 @dataclass
 class LocalJob:
     """The process of a run."""
 
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
     log: Path
 
     def poll(self) -> int | None:
         """The exit code; ``None`` while the run is running."""
-        return self.process.poll()
+        return self.process.exitcode
 
     def terminate(self) -> None:
         """Request a stop; the run saves a checkpoint."""
@@ -165,13 +174,15 @@ class LocalJob:
 
     def wait(self) -> None:
         """Wait until the process has ended."""
-        self.process.wait()
+        self.process.join()
 
     def kill(self) -> None:
         """End the process at once, without a checkpoint."""
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
+        pid = self.process.pid
+        if pid is not None and self.poll() is None:
+            self.process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(pid, signal.SIGKILL)  # what it started, too
 
 
 @dataclass
