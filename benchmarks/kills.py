@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
-import multiprocessing
 import os
 import random
 import sys
@@ -27,6 +25,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from softmax_rnn._utils import processes
 from softmax_rnn._utils.files import write_json
 from softmax_rnn._utils.integrity import MANIFEST
 from softmax_rnn.cli.main import main as command_line
@@ -53,27 +52,13 @@ def start(
         before: called in the process first; if it returns a function, that is called at the end.
         environment: variables in addition to those of this process.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["softmax_rnn.cli.parser", "softmax_rnn.experiments.conversion"])
     variables = {**os.environ, **(environment or {})}
-    process = context.Process(target=_work, args=(words, log, before, variables))
-    process.start()
-    return process
+    imports = ["softmax_rnn.cli.parser", "softmax_rnn.experiments.conversion"]
+    return processes.start(_work, words, before, log=log, environment=variables, preload=imports)
 
 
-def _work(
-    words: list[str],
-    log: Path,
-    before: Callable[[], Callable[[], object] | None] | None,
-    environment: dict[str, str],
-) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for standard in (1, 2):
-        os.dup2(descriptor, standard)
+def _work(words: list[str], before: Callable[[], Callable[[], object] | None] | None) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # exclude the imported objects from garbage collection
     after = before() if before else None
     code = command_line(words)
     if after:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import pytest
 from benchmarks.kills import difference, killed, start
 
-from softmax_rnn.experiments.plan import PlannedRun
+from softmax_rnn._utils import processes
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.loop import Loop
@@ -61,34 +61,10 @@ class Case:
         return self.folder.checkpoints[-1] / name
 
 
-@dataclass
-class Forked:
-    """A run that ``LocalLauncher.start`` is to start, in a process that has imported everything.
-
-    Only the import is spared, which costs more than a tiny run: a process of its own is tested by
-    ``test_compare_from_nothing_to_a_report``.
-    """
-
-    process: Any
-    log: Path
-
-    @classmethod
-    def start(cls, run: PlannedRun, root: Path, slot: str | None) -> Forked:
-        config, log = run.config_file(root), run.log_file(root)
-        for path in (config, log):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        run.config.save(config)
-        words = ["train", "--resume", "--config", str(config), "--out", str(run.folder.path)]
-        return cls(start(words, log), log)
-
-    def poll(self) -> int | None:
-        return self.process.exitcode
-
-    def terminate(self) -> None:
-        self.process.terminate()
-
-    def wait(self) -> None:
-        self.process.join()
+def program(code: str, folder: Path) -> Any:
+    """A process that runs this code, in place of a run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return processes.start(exec, code, {}, log=folder / "log", environment=os.environ, preload=[])
 
 
 def half(case: Case) -> None:
