@@ -115,7 +115,7 @@ class _Gather(torch.autograd.Function):
         return torch.stack(found)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         parts = list(grad.contiguous())
         own = torch.empty_like(parts[0])
         distributed.reduce_scatter(own, parts, group=ctx.group)
@@ -201,7 +201,7 @@ class _Before(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         before, factor = ctx.saved_tensors
         own = _scan(grad, factor, ctx.group, -1)
         return own, None if factor is None else (before * own).sum_to_size(factor.shape), None
