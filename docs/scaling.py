@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 from softmax_rnn._utils.files import write_text
 from softmax_rnn.experiments.costs import GPUS, UTILISATION, Cost, cost
+from softmax_rnn.ops.monomials import state_size
+from softmax_rnn.ops.variants import variant
 from softmax_rnn.report import markdown
 from softmax_rnn.report.markdown import table
 from softmax_rnn.training.config import RunConfig
@@ -16,6 +19,10 @@ SIZES = ("small", "large", "deep")
 # Bytes per second of a GPU's links in one direction, from the data sheets.
 RATES = {"in a node": 450e9, "between nodes": 50e9}
 FLOAT32 = 4
+FLOAT16 = 2
+# Attention layers with 16 heads of width 64, as in the table of context parallelism.
+HEADS, WIDTH = 16, 64
+PASSED = {"linear_elu": "linear_elu", "order 2": "taylor:2", "softmax": "softmax"}
 # Data that a step sends, as a multiple of the weights: DDP sums gradients; FSDP gathers weights
 # twice and scatters gradients once.
 TRAFFIC = {"DDP": 2, "FSDP": 3}
@@ -68,9 +75,38 @@ def tokens() -> str:
     return table(["tokens per GPU and step", *RATES], rows)
 
 
+def contexts() -> str:
+    """What a GPU receives and holds in a layer, if a sequence is spread over GPUs."""
+    rows = []
+    for length, gpus in ((2**15, 2), (2**15, 8), (2**17, 8), (2**17, 64), (2**20, 64)):
+        for shown, name in PASSED.items():
+            spec = variant(name)
+            finite = spec.order is not None
+            if finite:
+                held = state_size(spec, WIDTH, WIDTH) * FLOAT32
+                received = held * (1 + math.ceil(math.log2(gpus)))  # rounds of a scan
+                multiplied = 4 * length * state_size(spec, WIDTH, WIDTH)  # keys and queries
+            else:
+                received = held = length * 2 * WIDTH * FLOAT16 * (gpus - 1) // gpus
+                multiplied = 2 * length * length * WIDTH  # half of the pairs, both products
+            computing = HEADS * multiplied / gpus / (GPUS[GPU] * UTILISATION)
+            times = [computing, *(HEADS * received / rate for rate in RATES.values())]
+            what = "states" if finite else "keys"
+            rows.append(
+                [
+                    *(f"{length:,}", str(gpus), shown, what),
+                    *(f"{HEADS * size / 2**20:,.1f} MiB" for size in (held, received)),
+                    *(f"{1000 * seconds:,.2f} ms" for seconds in times),
+                ]
+            )
+    columns = ["length", "GPUs", "attention", "passed", "held", "received", "computation"]
+    return table([*columns, *(f"communication {place}" for place in RATES)], rows)
+
+
 def fill(page: str) -> str:
     """The page with every table replaced."""
-    return markdown.fill(page, {"sizes": sizes(), "steps": steps(), "tokens": tokens()})
+    tables = {"sizes": sizes(), "steps": steps(), "tokens": tokens(), "contexts": contexts()}
+    return markdown.fill(page, tables)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from softmax_rnn.ops.context_parallel import context_parallel_attention
 from softmax_rnn.ops.cost import crossover
 from softmax_rnn.ops.dispatch import forms
 from softmax_rnn.ops.fitting import fit_series
@@ -43,6 +44,7 @@ __all__ = [
     "Stream",
     "__version__",
     "attention",
+    "context_parallel_attention",
     "convert",
     "crossover",
     "fit_series",

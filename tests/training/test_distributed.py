@@ -71,12 +71,15 @@ def same(here: RunFolder, there: RunFolder) -> None:
         ("gate", {"fsdp": True}),
         ("linear_elu", {"packing": "documents"}),
         ("norm_rms", {"fsdp": True, "accumulation": 2}),
+        ("taylor:2", {"context_parallel": 2, "layer": {"short_convolution": 3}}),
+        ("forgetting", {"context_parallel": 2, "packing": "documents", "fsdp": True}),
     ],
 )
 def test_two_processes_are_as_good_as_one(
     calm: Case, tmp_path: Path, attention: str, fields: dict[str, object]
 ) -> None:
-    one = make(calm, tmp_path / "one", 1, attention=attention, **fields)
+    alone = {**fields, "context_parallel": 1}
+    one = make(calm, tmp_path / "one", 1, attention=attention, **alone)
     pair = make(calm, tmp_path / "two", 2, attention=attention, **fields)
     same(one.folder, pair.folder)
 

@@ -105,8 +105,11 @@ class Attention(AttentionCore):
         flat = [proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)]
         inputs = None
         if self.short_convolution is not None:
+            x, shown = torch.cat(flat, -1), _shown(mask)
             earlier = None if state is None else state.inputs
-            x, inputs = self.short_convolution(torch.cat(flat, -1), _shown(mask), earlier)
+            if self.context_group is not None:
+                earlier = self.short_convolution.before(x, shown, self.context_group)
+            x, inputs = self.short_convolution(x, shown, earlier)
             x = ACTIVATIONS[self.options.convolution_activation](x)
             flat = list(x.split([part.shape[-1] for part in flat], -1))
         widths = self.qk_dim, self.qk_dim, self.head_dim

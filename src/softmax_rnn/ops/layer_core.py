@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from softmax_rnn.ops.context_parallel import context_parallel_attention
 from softmax_rnn.ops.forms.row_sums import compute_dtype
 from softmax_rnn.ops.layer_decays import LayerDecay, decay_of
 from softmax_rnn.ops.layer_maps import LAYER_MAPS, LayerMap, key_widths
@@ -90,6 +92,8 @@ class AttentionCore(LayerPart):
     decay: LayerDecay | None
     input_gate: nn.Linear | None
     output_gate: nn.Linear | None
+    # The processes that share each sequence, in a block of positions each; None for this one alone.
+    context_group: Any = None
 
     def __init__(
         self,
@@ -220,7 +224,10 @@ class AttentionCore(LayerPart):
             "norm_weight": self.norm_weight,
             "norm_bias": self.norm_bias,
         }
-        result = attention(*projected[:3], spec, **{**own, **options})
+        compute: Any = attention
+        if self.context_group is not None:
+            compute = functools.partial(context_parallel_attention, group=self.context_group)
+        result = compute(*projected[:3], spec, **{**own, **options})
         out, state = result if options.get("return_state") else (result, None)
         if skip is not None:
             v = projected.ungated.repeat_interleave(out.shape[1] // projected.ungated.shape[1], 1)

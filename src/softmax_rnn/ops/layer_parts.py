@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from softmax_rnn.ops.context_parallel import previous_tail
 
 
 class LayerPart(nn.Module):
@@ -48,11 +52,18 @@ class ShortConvolution(LayerPart):
         Returns:
             The result [B, T, C], and the last tokens for the next call.
         """
-        if shown is not None:
-            x = x.masked_fill(~shown.unsqueeze(-1), 0.0)
+        x = _visible(x, shown)
         if earlier is None:
             earlier = x.new_zeros(len(x), self.kernel.shape[1] - 1, x.shape[-1])
         padded = torch.cat((earlier.to(x.dtype), x), dim=1)
         kernel = self.kernel.to(x.dtype).unsqueeze(1)
         out = F.conv1d(padded.mT, kernel, groups=len(kernel)).mT
         return out, padded[:, x.shape[1] :].clone()
+
+    def before(self, x: Tensor, shown: Tensor | None, group: Any) -> Tensor:
+        """The tokens before x, of the process before this one in ``group``."""
+        return previous_tail(_visible(x, shown), self.kernel.shape[1] - 1, group)
+
+
+def _visible(x: Tensor, shown: Tensor | None) -> Tensor:
+    return x if shown is None else x.masked_fill(~shown.unsqueeze(-1), 0.0)

@@ -112,6 +112,8 @@ class TrainingConfig:
         compile: run the model through torch.compile.
         fsdp: under torchrun, shard weights, gradients and optimizer states over the processes
             (FSDP2), instead of a full model on each (DDP).
+        context_parallel: under torchrun, the number of processes that share each block, in equal
+            parts; it divides the block size and the number of processes.
         log_every: steps between rows of metrics.jsonl.
         evaluate_every: steps between evaluations on the whole test split; a multiple of
             log_every. The last step is always evaluated.
@@ -151,6 +153,7 @@ class TrainingConfig:
     gradient_checkpointing: bool = False
     compile: bool = False
     fsdp: Annotated[bool, NEUTRAL] = False
+    context_parallel: Annotated[PositiveInt, NEUTRAL] = 1
 
     log_every: PositiveInt = 10
     evaluate_every: PositiveInt = 250
@@ -162,6 +165,7 @@ class TrainingConfig:
     # Pairs of settings, of which the first must divide the second.
     _divisors: ClassVar[tuple[tuple[str, str], ...]] = (
         ("accumulation", "batch_size"),
+        ("context_parallel", "block_size"),
         ("log_every", "evaluate_every"),  # so that a resumed run logs the same rows
         ("log_every", "save_every"),
     )

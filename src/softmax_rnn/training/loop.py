@@ -35,6 +35,7 @@ from softmax_rnn.training.checkpoint import (
     write_state,
 )
 from softmax_rnn.training.config import ConversionConfig, TrainingConfig
+from softmax_rnn.training.context_parallel import ContextParallel
 from softmax_rnn.training.distributed import gather, of_other_processes, shard, together
 from softmax_rnn.training.folder import RunFolder, append_row, read_rows, step_of
 from softmax_rnn.training.lora import merged_weights
@@ -70,11 +71,15 @@ class Loop:
     def __post_init__(self) -> None:
         config, accelerator, model = self.config, self.accelerator, self.model
         processes = accelerator.num_processes
-        self.share, rest = divmod(config.batch_size, config.accumulation * processes)
+        self.context = ContextParallel.of(model, config, accelerator)
+        # The teams of processes that share rows, and the number of this one's.
+        self.teams, self.team = self.context.teams, self.context.team
+        self.share, rest = divmod(config.batch_size, config.accumulation * self.teams)
         if rest or not self.share:
+            per_row = f" / context_parallel={self.context.size}" if self.context.size > 1 else ""
             raise ValueError(
                 f"batch_size={config.batch_size} must be a multiple of accumulation="
-                f"{config.accumulation} times the {processes} processes."
+                f"{config.accumulation} times the {processes} processes{per_row}."
             )
         model.to(accelerator.device)
         self.sharded = config.fsdp and processes > 1
@@ -162,13 +167,12 @@ class Loop:
 
         Returns this process's share of the batch's mean loss; NaN if the attention overflows.
         """
-        config, rank = self.config, self.accelerator.process_index
-        processes = self.accelerator.num_processes
+        config, processes = self.config, self.accelerator.num_processes
         first = self.step * config.batch_size
         predicted = max(self.train_rows.predicted(config.seed, first, first + config.batch_size), 1)
         total = 0.0
         for part in range(config.accumulation):
-            start = first + (part * processes + rank) * self.share
+            start = first + (part * self.teams + self.team) * self.share
             batch = self._batch(self.train_rows.drawn_rows(config.seed, start, start + self.share))
             last = part == config.accumulation - 1  # averages gradients over the processes
             if self.sharded:
@@ -241,17 +245,17 @@ class Loop:
 
         The mean loss of each of its rows is kept, too.
         """
-        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        teams, team = self.teams, self.team
         count = len(self.test_rows)
         longer = len(self.test_rows[0]["input_ids"]) / self.config.block_size  # of a task's rows
         size = max(1, int(2 * self.share / longer))  # twice as many: no gradients
-        size = min(size, -(-count // processes))
+        size = min(size, -(-count // teams))
         sums = torch.zeros(3, count, dtype=torch.float64, device=self.accelerator.device)
         self.model.eval()
-        for start in range(0, count, size * processes):
+        for start in range(0, count, size * teams):
             if stopped := self.stop_request():
                 self._stop(stopped)
-            places = range(start + rank * size, start + (rank + 1) * size)
+            places = range(start + team * size, start + (team + 1) * size)
             # A sharded model needs every process for every batch, so the last row may be repeated.
             found = self.test_batch([min(place, count - 1) for place in places])
             mine = [place for place in places if place < count]
@@ -272,7 +276,10 @@ class Loop:
         self.bar.update(self.step, f"test {loss:.3f}")
 
     def test_batch(self, places: Sequence[int]) -> Tensor:
-        """Of each of these test rows: its losses' sum, its right and its predicted tokens."""
+        """Of each of these test rows: its losses' sum, its right and its predicted tokens.
+
+        If processes share rows: of this process's part of each row.
+        """
         batch = self._batch([self.test_rows[place] for place in places])
         with self._autocast():
             found = token_losses(self.model, batch)
@@ -365,7 +372,7 @@ class Loop:
 
     def _batch(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         device = self.accelerator.device
-        return {name: x.to(device) for name, x in default_collate(rows).items()}
+        return self.context.own({name: x.to(device) for name, x in default_collate(rows).items()})
 
     def _autocast(self) -> torch.autocast:
         return autocast(self.accelerator.device, self.config.precision)

@@ -15,6 +15,8 @@ from softmax_rnn.training.config import Precision
 class TokenLosses(NamedTuple):
     """The predictions of N rows of T tokens; each tensor [N, T - 1] leaves out a row's first token.
 
+    With labels that are shifted already, each is [N, T].
+
     Attributes:
         losses: minus the log-likelihood of the token, in nats; 0 where ``predicted`` is false.
         right: whether the token is the likeliest one; false where ``predicted`` is false.
@@ -32,11 +34,15 @@ def token_losses(model: nn.Module, batch: dict[str, Tensor]) -> TokenLosses:
 
     Args:
         model: a causal language model in evaluation mode.
-        batch: ``input_ids`` and ``labels`` [N, T], and ``attention_mask`` if there is padding.
+        batch: ``input_ids`` and ``labels`` [N, T], and ``attention_mask`` if there is padding; or
+            ``shift_labels`` [N, T], the labels of the next tokens.
     """
-    inputs = {name: x for name, x in batch.items() if name != "labels"}
-    labels = batch["labels"][:, 1:]
-    logits = model(**inputs, use_cache=False).logits[:, :-1].float()
+    inputs = {name: x for name, x in batch.items() if name not in ("labels", "shift_labels")}
+    labels = batch.get("shift_labels")
+    logits = model(**inputs, use_cache=False).logits
+    if labels is None:
+        labels, logits = batch["labels"][:, 1:], logits[:, :-1]
+    logits = logits.float()
     losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     return TokenLosses(losses, logits.argmax(-1) == labels, labels != IGNORED)
 
