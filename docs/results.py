@@ -1,10 +1,9 @@
 """Make the tables and figures of results.md from runs: ``python docs/results.py RUNS``.
 
 RUNS is the ``--out`` folder of ``softmax-rnn reproduce``, by default ``runs``; conversions are in
-RUNS/convert/NAME. A figure is drawn at
-the longest scale at which all its runs are finished, if possible with three seeds. A claim is
-judged at the longest scale with three seeds for each of its checks. Unfinished figures and the
-claims on them are not changed on the page.
+RUNS/convert/NAME. A figure is drawn at the longest scale at which all its runs are finished, if
+possible with three seeds. A claim is judged at the longest scale with three seeds for each of its
+checks. Unfinished figures and the claims on them are not changed on the page.
 """
 
 from __future__ import annotations
@@ -295,6 +294,7 @@ def conversions(files: Sequence[Path]) -> str:
             f"{title}, {found['rows']} blocks of {settings['block_size']} held-out tokens of "
             f"`{settings['corpus']}`:",
             markdown.table(header, rows, left=1),
+            f"![losses, heads, decoding](images/results_convert_{file.parent.name}.png)",
             "Decoding after a prompt:",
             markdown.table(
                 ("tokens", *(f"{unit}, {stage}" for unit, _, _, stage in columns)), costs, left=0
