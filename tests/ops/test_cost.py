@@ -8,6 +8,7 @@ import torch
 import softmax_rnn as sr
 from softmax_rnn.ops.cost import Sizes, blocked_cost, chunk_length, chunked_cost
 from softmax_rnn.ops.dispatch import FORMS, choose
+from softmax_rnn.ops.forms.native_library import VARIABLE
 from softmax_rnn.ops.variants import resolve
 
 
@@ -46,7 +47,9 @@ def test_the_chunk_is_the_cheapest_one() -> None:
     assert chunked_cost(sizes) == costs[best]
 
 
-def test_auto_follows_the_cost_and_the_mask() -> None:
+def test_auto_follows_the_cost_and_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "0")
+
     def chosen(length: int, mask: torch.Tensor | None = None, name: str = "taylor:2") -> str:
         x = torch.zeros(1, 8, length, 16)
         form = choose("auto", resolve(name), x, x, x, causal=True, mask=mask, stateful=False)

@@ -35,7 +35,7 @@ Q, K, V = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7,
         ({"form": "blocks"}, "Unknown form 'blocks'. Did you mean 'blocked'"),
         (
             {"spec": "gate", "form": "fused", "output_gate": torch.ones(2, 4, 5)},
-            "forms that can: blocked, dense",
+            "forms that can: .*blocked, dense",
         ),
         ({"spec": "gate"}, r"needs output_gate, of shape \[2, 4, 5\]"),
         ({"spec": "input_gate"}, r"needs input_gate, of shape \[2, 2, 7\]"),

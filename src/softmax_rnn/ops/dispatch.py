@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from softmax_rnn._utils.errors import unknown
-from softmax_rnn.ops.cost import blocked_cost, chunked_cost, sizes_of
+from softmax_rnn.ops.cost import blocked_cost, chunked_cost, native_cost, sizes_of
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.forms import fused, triton
+from softmax_rnn.ops.forms import fused, native, triton
 from softmax_rnn.ops.forms.blocked import blocked
 from softmax_rnn.ops.forms.chunked import chunked
 from softmax_rnn.ops.forms.dense import dense
@@ -59,6 +59,7 @@ def _has_state(spec: AttentionSpec, device: str) -> bool:
 
 # form="auto" prefers earlier forms, but chooses chunked where its cost is lower.
 FORMS: dict[str, Form] = {
+    "native": Form(native.native, native.supports, refuses=native.refuses),
     "fused": Form(fused.fused, fused.supports, refuses=fused.refuses),
     "triton": Form(triton.triton, triton.supports, refuses=triton.refuses, maps=True),
     "blocked": Form(blocked),
@@ -67,6 +68,9 @@ FORMS: dict[str, Form] = {
     "recurrent": Form(functools.partial(chunked, chunk=1), _has_state, stateful=True),
     "dense": Form(dense),
 }
+
+# The forms that compute every pair of a finite series; chunked may be faster.
+_PAIR_COSTS = {"native": native_cost, "triton": blocked_cost, "blocked": blocked_cost}
 
 
 def forms(spec: AttentionSpec | str, device: torch.device | str = "cpu") -> tuple[str, ...]:
@@ -114,6 +118,8 @@ def choose(
             candidates.remove("triton")  # its interpreter is for tests
         if not per_key_mask:
             candidates = [name for name in candidates if not FORMS[name].stateful]
+        if stateful or refused.get("native") or not native.pays(spec, q):
+            candidates = [name for name in candidates if name != "native"]
         form = _cheapest(candidates, spec, q, k, v, causal)
         if refused.get("fused") and log_decay is None:  # blocked is as fast with strong decays
             _warn_once(f"form='fused' cannot compute {refused['fused']}: {form!r} is used instead.")
@@ -136,9 +142,10 @@ def _cheapest(
 ) -> str:
     if candidates[0] == "chunked":  # with a state
         return "recurrent" if k.shape[2] == 1 else "chunked"
-    if candidates[0] in ("triton", "blocked") and "chunked" in candidates:
+    if candidates[0] in _PAIR_COSTS and "chunked" in candidates:
         sizes = sizes_of(spec, q, k, v, causal)
-        if chunked_cost(sizes) < blocked_cost(sizes) and fits(spec, q, k, v):
+        cost_of_pairs = _PAIR_COSTS[candidates[0]]
+        if chunked_cost(sizes) < cost_of_pairs(sizes) and fits(spec, q, k, v):
             return "chunked"
     return candidates[0]
 

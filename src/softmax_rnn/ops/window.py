@@ -195,9 +195,12 @@ def _parts(
     mapped = replace(spec, feature_map="identity", outside="hidden")
     outside = replace(mapped, scale=spec.score_scale(outside_width), window=None, global_keys=0)
     exp: dict[str, Any] = {"series": "exp", "order": None, "coefficients": None}
-    # This denominator needs the sum of the weights itself, not only quotients.
+    # This denominator needs the sum of the weights itself, not only quotients, which a form may
+    # return otherwise.
     rest: dict[str, Any] = {"denominator": "sum_plus_one", "epsilon": 0.0, "floor": 0.0}
     rest |= {"scale": spec.score_scale(width), "norm": "none"}
+    if outside.row_sum is not None and outside.row_sum.plain and not outside.scale_free:
+        outside = replace(outside, denominator="sum_plus_one", epsilon=0.0, floor=0.0)
     return replace(mapped, **exp, **rest), outside
 
 

@@ -417,7 +417,7 @@ def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_leaves_the_interpreter_to_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert sr.forms("clamped")[0] == "triton"
+    assert "triton" in sr.forms("clamped")
     q = torch.randn(1, 1, 3, 4, dtype=torch.float64)
     expected = sr.attention(q, q, q, "clamped", form="blocked")
     forget_the_kernels()

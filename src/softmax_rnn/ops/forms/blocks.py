@@ -19,12 +19,17 @@ from softmax_rnn.ops.forms.row_sums import (
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec
 
-BLOCK = 128  # queries per block; fewer with a narrow window, to compute fewer hidden pairs
+BLOCK = 128  # queries per block
 _MIN_BLOCK = 32
 # Scores computed in one step, in elements. On a CPU they should fit its cache.
 _CPU_SCORES, _GPU_SCORES = 2**19, 2**27
 # A step may compute this many times the scores that its heads need: decays differ between heads.
 _WASTE = 1.25
+
+
+def block_length(spec: AttentionSpec, block: int = BLOCK) -> int:
+    """The queries of a block: fewer with a narrow window, to compute fewer hidden pairs."""
+    return min(block, max(_MIN_BLOCK, spec.hiding_window // 4)) if spec.hiding_window else block
 
 
 class Step(NamedTuple):
@@ -59,6 +64,7 @@ class Blocks:
         mask: Tensor | None,
         spec: AttentionSpec,
         causal: bool,
+        block: int = BLOCK,
     ) -> None:
         self.spec, self.causal = spec, causal
         self.scale, self.dtype = spec.score_scale(q.shape[-1]), compute_dtype(q.dtype)
@@ -87,9 +93,7 @@ class Blocks:
                 index = self.copied[:, None, None, None].expand(*mask.shape[:-1], -1)
                 mask = torch.cat([mask.gather(-1, index), mask], -1)
             self.mask = mask
-        self.block = BLOCK
-        if self.window:
-            self.block = min(BLOCK, max(_MIN_BLOCK, self.window // 4))
+        self.block = block_length(spec, block)
         self.future = torch.ones(self.block, self.block, dtype=torch.bool, device=q.device).triu(1)
 
     def _find_global_keys(self, mask: Tensor | None, batch: int, device: torch.device) -> None:
@@ -123,7 +127,7 @@ class Blocks:
 
     def __iter__(self) -> Iterator[Step]:
         every = _GPU_SCORES if self.q.device.type != "cpu" else _CPU_SCORES
-        for start, firsts in zip(range(0, self.queries, self.block), self._firsts(), strict=True):
+        for start, firsts in zip(range(0, self.queries, self.block), self.firsts(), strict=True):
             stop = min(start + self.block, self.queries)
             last = stop + self.past if self.causal else self.keys
             budget = every // (self.groups * (stop - start))
@@ -141,7 +145,7 @@ class Blocks:
                 yield Step(slice(begin, end), start, stop, first, last)
                 begin = end
 
-    def _firsts(self) -> list[list[int]]:
+    def firsts(self) -> list[list[int]]:
         """The first key that each block needs, for each head."""
         starts = range(self.past, self.keys, self.block)  # positions of the blocks' first queries
         by_window = [max(0, start - self.window + 1) if self.window else 0 for start in starts]

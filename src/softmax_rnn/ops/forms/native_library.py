@@ -1,0 +1,137 @@
+"""The compiled ``native.cpp``: built for this CPU at its first use, then loaded from a cache.
+
+The library is built with the machine's g++ for the machine's own instructions
+(``-march=native``), so its file name is a hash of the source, the compiler, the CPU's instructions
+and PyTorch, whose matrix products it calls. A process writes the file under another name and
+renames it: several may build at once. Without a compiler, or with ``SOFTMAX_RNN_CPU_KERNEL=0``,
+there is no library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+
+from softmax_rnn.ops.compiler import constant_when_compiled
+
+VARIABLE = "SOFTMAX_RNN_CPU_KERNEL"
+SOURCE = Path(__file__).with_name("native.cpp")
+_FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
+_SECONDS = 300  # to compile; an idle core needs 2
+
+
+@constant_when_compiled
+def enabled() -> bool:
+    """Whether the library is wanted here: on Linux, unless the environment says no."""
+    return sys.platform == "linux" and os.environ.get(VARIABLE, "1") != "0"
+
+
+@constant_when_compiled
+def possible() -> bool:
+    """Whether there is a compiler, and building with it has not failed."""
+    return enabled() and _compiler() is not None and not _failures
+
+
+@constant_when_compiled
+def ready() -> bool:
+    """Whether the library is loaded; builds it at the first call, and warns once if that fails."""
+    if not enabled():
+        return False
+    try:
+        load()
+    except OSError:
+        return False
+    return True
+
+
+def load() -> ctypes.CDLL:
+    """The library, built if it is not in the cache.
+
+    Raises:
+        OSError: if it cannot be built or loaded; the first time there is also a warning.
+    """
+    if _failures:
+        raise OSError(_failures[0])
+    try:
+        return _loaded()
+    except (OSError, subprocess.SubprocessError) as problem:
+        lines = (getattr(problem, "stderr", None) or str(problem)).strip().splitlines()
+        reason = next((line for line in lines if "error" in line), lines[0])
+        _failures.append(f"form='native' cannot be built: {reason}")
+        warnings.warn(
+            f"{_failures[0]}\nOther forms are used instead, which are slower on a CPU. "
+            f"{VARIABLE}=0 hides this message.",
+            stacklevel=2,
+        )
+        raise OSError(_failures[0]) from problem
+
+
+_failures: list[str] = []
+
+
+@functools.cache
+def _compiler() -> str | None:
+    return shutil.which("g++")
+
+
+@functools.cache
+def _loaded() -> ctypes.CDLL:
+    compiler = _compiler()
+    if compiler is None:
+        raise OSError("there is no g++ on the path.")
+    library = _cache() / f"native-{_key(compiler)}.so"
+    if not library.exists():
+        _build(compiler, library)
+    return ctypes.CDLL(str(library))
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("SOFTMAX_RNN_CACHE") or Path(home) / "softmax-rnn") / "native"
+
+
+def _key(compiler: str) -> str:
+    """Everything that the library depends on, as a hash: machines may share a cache."""
+    options = [compiler, *_FLAGS, "-Q", "--help=target"]  # what -march=native means here
+    parts = [SOURCE.read_text(), _output(options), _output([compiler, "--version"])]
+    parts += [platform.machine(), torch.__version__, *_FLAGS]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _build(compiler: str, library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    libraries = Path(torch.__file__).parent / "lib"
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        compiled, linked = Path(folder) / "native.o", Path(folder) / "native.so"
+        # Linked without OpenMP, so that its functions are those of PyTorch's own library: a second
+        # one would have its own threads, and matrix products would not know that they run in one.
+        for command in (
+            [compiler, *_FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
+            [
+                compiler,
+                "-shared",
+                str(compiled),
+                f"-L{libraries}",
+                "-ltorch_cpu",
+                "-o",
+                str(linked),
+            ],
+        ):
+            _output(command)
+        linked.replace(library)
+
+
+def _output(command: list[str]) -> str:
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS)
+    return run.stdout

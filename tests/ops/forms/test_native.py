@@ -1,0 +1,244 @@
+"""The native form: tiles, threads, and what happens where its library cannot be built."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import softmax_rnn as sr
+from cases import WIDENED, Shape, assert_close, make_case
+from softmax_rnn.ops import dispatch
+from softmax_rnn.ops.cost import Sizes, chunked_cost, native_cost
+from softmax_rnn.ops.forms import native, native_library
+
+needs_library = pytest.mark.skipif(
+    not native_library.possible(), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
+)
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5}
+SPECS = {
+    "softmax": sr.variant("softmax"),
+    "gate": sr.variant("gate"),
+    "clamped": sr.AttentionSpec(clamp=0.5),  # relative to the largest score
+    "taylor": sr.AttentionSpec(series="taylor", order=4, clamp=0.7),
+    "linear_elu": sr.variant("linear_elu"),
+    **{name: WIDENED[name] for name in ("fixed_polynomial", "forgetting", "forgetting_gate")},
+    **{name: WIDENED[name] for name in ("taylor_token", "retention", "window")},
+    "window_decay": sr.AttentionSpec(window=600, decay="token"),
+    "window_power": sr.AttentionSpec(series="power", order=2, window=100, norm="l2"),
+}
+
+
+def chosen(
+    x: Tensor, spec: sr.AttentionSpec, form: str = "auto", mask: Tensor | None = None
+) -> str:
+    """The form that computes a spec of queries, keys and values ``x``."""
+    way = dispatch.choose(form, spec, x, x, x, causal=True, mask=mask, stateful=False)
+    return next(name for name, form in dispatch.FORMS.items() if form is way)
+
+
+def long(length: int = native.LEAST_QUERIES) -> Tensor:
+    return torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A process that has built nothing, and an empty cache."""
+    monkeypatch.setenv("SOFTMAX_RNN_CACHE", str(tmp_path))
+    monkeypatch.delenv(native_library.VARIABLE, raising=False)
+    monkeypatch.setattr(native_library, "_failures", [])
+    native_library._loaded.cache_clear()
+    native_library._compiler.cache_clear()
+    yield
+    native_library._loaded.cache_clear()
+    native_library._compiler.cache_clear()
+
+
+@needs_library
+@pytest.mark.parametrize("mask", ["none", "padding"])
+@pytest.mark.parametrize("name", SPECS)
+def test_several_tiles_of_keys(name: str, mask: str) -> None:
+    """A row's largest score may be in any tile; the last tile and block are short."""
+    case = make_case(
+        SPECS[name], shape=Shape(1, 2, 1, 151, 1127, 8, 6), mask=mask, decay=0.005, spread=2.0
+    )
+    expected = case.run(sr.attention, form="dense")
+    for dtype, tolerance in TOLERANCE.items():
+        found = case.run(sr.attention, dtype, form="native")
+        assert_close(found, expected, tolerance, f"{dtype}")
+
+
+@needs_library
+@pytest.mark.parametrize("decay", [0.01, 1.0])
+def test_keys_that_have_faded_are_skipped(decay: float) -> None:
+    for name in ("forgetting", "taylor_token"):
+        case = make_case(WIDENED[name], shape=Shape(1, 2, 2, 900, 930), decay=decay)
+        expected = case.run(sr.attention, form="dense")
+        for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-4)):
+            assert_close(case.run(sr.attention, dtype, form="native"), expected, tolerance, name)
+
+
+@needs_library
+@pytest.mark.parametrize("heads", [1, 3])
+def test_threads_change_no_result(heads: int) -> None:
+    """Tasks that share a key head have gradients of their own; only their sum is rounded."""
+    case = make_case(WIDENED["forgetting_gate"], shape=Shape(1, 2 * heads, heads, 300, 300))
+    one = case.run(sr.attention, torch.float32, form="native")
+    torch.set_num_threads(2)
+    found = [case.run(sr.attention, torch.float32, form="native") for _ in range(5)]
+    for name, x in one.items():
+        assert all(torch.equal(again[name], found[0][name]) for again in found)
+        torch.testing.assert_close(found[0][name], x, rtol=1e-4, atol=1e-5)
+
+
+@needs_library
+@pytest.mark.parametrize("size", [1e-8, 1e-3, 1e2, 1e4])
+@pytest.mark.parametrize("name", ["softmax", "gate", "taylor", "linear_elu", "window_power"])
+def test_sizes_of_scores(name: str, size: float) -> None:
+    """Of scores themselves: their rounding in float32 is more than the weights differ by."""
+    case = make_case(SPECS[name], shape=Shape(1, 2, 1, 70, 70))
+    case.tensors["q"] *= size
+    expected = case.run(sr.attention, form="dense")
+    assert_close(case.run(sr.attention, form="native"), expected, 1e-8)
+    if size <= 1:
+        assert_close(case.run(sr.attention, torch.float32, form="native"), expected, 5e-5)
+
+
+@needs_library
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["softmax", "gate", "fixed_polynomial"])
+def test_inputs_that_are_not_finite_spread_to_the_same_rows(name: str, bad: float) -> None:
+    for where in "qkv":
+        case = make_case(SPECS[name], shape=Shape(1, 2, 1, 40, 40))
+        case.tensors[where][0, 0, 7, 1] = bad
+        rows = {}
+        for form in ("dense", "native"):
+            options = {key: x.float() for key, x in case.tensors.items()}
+            out = sr.attention(spec=case.spec, form=form, **options)
+            rows[form] = out[0, :, 7:].isfinite().all(-1)
+        assert torch.equal(rows["dense"], rows["native"]), where
+
+
+@needs_library
+def test_rows_that_see_no_key() -> None:
+    for name in ("softmax", "gate", "taylor"):
+        case = make_case(SPECS[name], shape=Shape(1, 2, 1, 30, 30))
+        mask = torch.zeros(1, 1, 1, 30, dtype=torch.bool)
+        mask[..., 20:] = True
+        case = dataclasses.replace(case, mask=mask)
+        found = case.run(sr.attention, torch.float32, form="native")
+        assert not found["out"][:, :, :20].any()
+        assert_close(found, case.run(sr.attention, form="dense"), 5e-5)
+
+
+@needs_library
+@pytest.mark.parametrize("name", ["gate", "window_decay"])
+def test_compiled_it_is_one_graph(name: str) -> None:
+    case = make_case(SPECS[name], shape=Shape(1, 2, 1, 150, 150), mask="padding", decay=0.1)
+    tensors = {key: x.float().requires_grad_() for key, x in case.tensors.items()}
+
+    def attend(**tensors: Tensor) -> Tensor:
+        return sr.attention(spec=case.spec, mask=case.mask, form="native", **tensors)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    found, expected = (f(**tensors) for f in (compiled, attend))
+    torch.testing.assert_close(found, expected)
+    grads = [torch.autograd.grad(x.sum(), list(tensors.values())) for x in (found, expected)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@needs_library
+def test_what_it_does_not_compute() -> None:
+    for name in ("learned_polynomial", "exp_channel", "window_global"):
+        assert "native" not in sr.forms(WIDENED[name])
+    assert "native" not in sr.forms("gate", "cuda")
+    x = long()
+    mask = torch.ones(1, 1, len(x[0, 0]), len(x[0, 0]), dtype=torch.bool)
+    assert chosen(x, SPECS["gate"], mask=mask) == "blocked"
+    with pytest.raises(ValueError, match="cannot compute a mask per query or head on cpu"):
+        chosen(x, SPECS["gate"], "native", mask)
+
+
+@needs_library
+def test_auto_takes_it_for_many_queries_alone(fresh: None, tmp_path: Path) -> None:
+    short = long(native.LEAST_QUERIES - 1)
+    assert [chosen(short, SPECS[name]) for name in ("softmax", "gate")] == ["fused", "blocked"]
+    assert not any(tmp_path.iterdir())
+    assert [chosen(long(), SPECS[name]) for name in ("softmax", "gate")] == ["native", "native"]
+    assert [x.suffix for x in (tmp_path / "native").iterdir()] == [".so"]
+    # The kernels of half types are faster than the conversion to float32.
+    half = long().bfloat16()
+    assert [chosen(half, SPECS[name]) for name in ("softmax", "gate")] == ["fused", "native"]
+
+
+@needs_library
+def test_auto_takes_it_until_states_cost_less() -> None:
+    sizes = [Sizes(SPECS["linear_elu"], 2**n, 2**n, 8, 8, heads=2) for n in range(8, 14)]
+    less = [native_cost(each) <= chunked_cost(each) for each in sizes]
+    assert less == sorted(less, reverse=True)
+    assert [chosen(long(each.keys), each.spec) for each in sizes] == [
+        "native" if cheap else "chunked" for cheap in less
+    ]
+    assert {True, False} == set(less)
+
+
+def test_without_a_compiler_another_form_computes_and_says_so_once(
+    fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_library.shutil, "which", lambda name: None)
+    assert "native" not in sr.forms("gate")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert chosen(long(40), SPECS["gate"]) == "blocked"
+        assert not caught
+        for _ in range(3):
+            assert chosen(long(), SPECS["gate"]) == "blocked"
+    assert [str(x.message).splitlines()[0] for x in caught] == [
+        "form='native' cannot be built: there is no g++ on the path."
+    ]
+
+
+@needs_library
+def test_a_source_that_does_not_compile_is_no_error(
+    fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "native.cpp").write_text("nonsense")
+    monkeypatch.setattr(native_library, "SOURCE", tmp_path / "native.cpp")
+    with pytest.warns(UserWarning, match="cannot be built: .*error: .nonsense. does not"):
+        assert chosen(long(), SPECS["gate"]) == "blocked"
+    assert "native" not in sr.forms("gate")
+    with pytest.raises(OSError, match="cannot be built"):
+        native_library.load()
+
+
+def test_it_can_be_switched_off(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native_library.VARIABLE, "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert chosen(long(), SPECS["gate"]) == "blocked"
+    assert "native" not in sr.forms("gate")
+
+
+@needs_library
+def test_several_may_build_at_once(fresh: None, tmp_path: Path) -> None:
+    library = tmp_path / "native" / "native.so"
+    with ThreadPoolExecutor(2) as pool:
+        for _ in pool.map(lambda _: native_library._build("g++", library), range(2)):
+            pass
+    assert list(library.parent.iterdir()) == [library]
+
+
+def test_the_source_is_part_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["softmax_rnn"]
+    package = Path(sr.__file__).parent
+    assert native_library.SOURCE in [x for pattern in patterns for x in package.glob(pattern)]
