@@ -140,6 +140,8 @@ def _cheapest(
         sizes = sizes_of(spec, q, k, v, causal)
         if chunked_cost(sizes) < blocked_cost(sizes) and fits(spec, q, k, v):
             return "chunked"
+    if candidates[0] == "blocked" and q.shape[2] == 1:
+        return "dense"  # one row of weights needs no blocks, which take more operations
     return candidates[0]
 
 
