@@ -120,6 +120,8 @@ def chunk_length(sizes: Sizes) -> int:
     Longer chunks compute more pairs; shorter chunks read and write the state more often. Lengths
     are excluded if the monomials of one head exceed a limit (except the shortest length).
     """
+    if max(sizes.queries, sizes.keys) <= _CHUNKS[0]:  # one chunk, whatever its length
+        return _CHUNKS[0]
     each = cumulative_dimension(sizes.d_k, degrees(sizes.spec)[1]) * (sizes.groups + 1)
     allowed = [chunk for chunk in _CHUNKS if chunk * each <= _MAX_HEAD_FEATURES] or _CHUNKS[:1]
     costs = [chunked_cost(sizes._replace(causal=True), chunk) for chunk in allowed]

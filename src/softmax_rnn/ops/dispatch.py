@@ -147,6 +147,8 @@ def _cheapest(
         cost_of_pairs = _PAIR_COSTS[candidates[0]]
         if chunked_cost(sizes) < cost_of_pairs(sizes) and fits(spec, q, k, v):
             return "chunked"
+    if candidates[0] == "blocked" and q.shape[2] == 1:
+        return "dense"  # one row of weights needs no blocks, which take more operations
     return candidates[0]
 
 

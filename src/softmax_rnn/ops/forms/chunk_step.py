@@ -29,7 +29,7 @@ COMPILED = {"cuda"} if importlib.util.find_spec("triton") else set()
 BACKEND = "inductor"
 
 # The rounding errors of many products add up to a few units in the last place.
-_ROUNDING = 4.0
+ROUNDING = 4.0
 
 
 class Queries(NamedTuple):
@@ -234,7 +234,7 @@ def _noise_bound(tables: Tables, series: PowerSeries, q: Tensor, state: Tensor) 
         noise = torch.addcmul(norm * root, noise, length)
     if tables.first:
         noise = noise * length**tables.first
-    return (_ROUNDING * torch.finfo(q.dtype).eps * noise).to(q.dtype)
+    return (ROUNDING * torch.finfo(q.dtype).eps * noise).to(q.dtype)
 
 
 def _tighter_noise(
@@ -249,7 +249,7 @@ def _tighter_noise(
         return noise
     wide = noise.dtype if noise.device.type == "mps" else torch.float64
     products = row.to(wide).square() @ features.to(wide).square()
-    exact = _ROUNDING * torch.finfo(noise.dtype).eps * products.sqrt()
+    exact = ROUNDING * torch.finfo(noise.dtype).eps * products.sqrt()
     return noise.minimum(times(exact.to(noise.dtype), factor))
 
 

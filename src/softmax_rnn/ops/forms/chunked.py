@@ -28,6 +28,7 @@ from softmax_rnn.ops.forms.chunk_tables import make_tables
 from softmax_rnn.ops.forms.columns import Columns, from_columns, to_columns, with_own_terms
 from softmax_rnn.ops.forms.fading import decay_grad
 from softmax_rnn.ops.forms.first_order import first_order
+from softmax_rnn.ops.forms.one_token import one_token
 from softmax_rnn.ops.forms.row_sums import RowSums, no_data, without_autocast
 from softmax_rnn.ops.monomials import degrees, state_rows
 from softmax_rnn.ops.spec import AttentionSpec, Decay, Series
@@ -59,10 +60,14 @@ def chunked(
     differentiable = torch.is_grad_enabled() and any(
         x.requires_grad for x in inputs if x is not None
     )
-    chunk = chunk or chunk_length(sizes_of(spec, q, k, v, causal))
     # Without a sure sign, the weight sum of a state is compared with its noise.
     noisy = spec.row_sum is not None and (spec.terms_can_cancel or not spec.sign_definite)
     weights = spec.series, degrees(spec)[1], spec.coefficients, spec.decay
+    single = causal and q.shape[2] == k.shape[2] == 1 and inputs[3] is not None
+    if single and not (differentiable or no_data(q)):
+        sums, last_state, noise = one_token(Columns(*inputs), _plain_spec(*weights), noisy)
+        return from_columns(sums, spec, k, last_state if keep_state else None, noise)
+    chunk = chunk or chunk_length(sizes_of(spec, q, k, v, causal))
     plan = _Plan(*weights, noisy, causal, chunk, keep_state, differentiable)
     # The operator is used only where it is needed: its overhead is large for a single token.
     compute = _sums if differentiable or no_data(q) else _compute_sums
