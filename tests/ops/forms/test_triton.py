@@ -175,7 +175,7 @@ def test_types(spec: AttentionSpec, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize(
     ("causal", "dtype"),
-    [(True, torch.float64), (True, torch.bfloat16), (False, torch.float64), (False, torch.float32)],
+    [(True, torch.float64), (True, torch.bfloat16), (False, torch.float32)],
 )
 @pytest.mark.parametrize("feature_map", MAPS)
 def test_feature_maps(feature_map: str, causal: bool, dtype: torch.dtype, device: str) -> None:
@@ -229,7 +229,7 @@ def test_more_queries_than_keys(device: str) -> None:
 @pytest.mark.parametrize(("name", "mask"), zip(COMPUTED, itertools.cycle(MASKS), strict=False))
 def test_decays_polynomials_and_windows(name: str, mask: str, device: str) -> None:
     """Keys of more tiles than a window has."""
-    shape = Shape(batch=2, heads=2, kv_heads=1, queries=37, keys=67)
+    shape = Shape(batch=1, heads=2, kv_heads=1, queries=37, keys=54)
     check(make_case(COMPUTED[name], mask=mask, shape=shape), device)
 
 
@@ -475,19 +475,19 @@ class Compiled:
         return launch
 
 form._autotuned = Compiled
-for capability, shared in ((80, 163), (90, 227)):
+for capability, shared, count in ((80, 163, 5), (90, 227, 2)):
     driver.set_active(SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
         get_current_device=lambda: capability,  # what is compiled is kept by the device
         get_current_stream=lambda device=None: 0,
     ))
     for dtype, width, masked, spec in (
+        (torch.float32, 256, True, AttentionSpec(series="polynomial", order=5, decay="head")),
+        (torch.bfloat16, 64, False, AttentionSpec(decay="token", window=20, global_keys=2)),
         (torch.bfloat16, 64, False, AttentionSpec(clamp=5.0, denominator="none")),
         (torch.bfloat16, 200, True, AttentionSpec(series="taylor", order=4, feature_map="elu1")),
         (torch.float16, 128, False, AttentionSpec(feature_map="cosine")),
-        (torch.bfloat16, 64, False, AttentionSpec(decay="token", window=20, global_keys=2)),
-        (torch.float32, 256, True, AttentionSpec(series="polynomial", order=5, decay="head")),
-    ):
+    )[:count]:
         q, k, v = (torch.zeros(1, h, 50, width, dtype=dtype, requires_grad=True) for h in (2, 1, 1))
         mask = torch.ones(1, 1, 1, 50, dtype=torch.bool) if masked else None
         terms = {}
@@ -500,4 +500,4 @@ for capability, shared in ((80, 163), (90, 227)):
         assert max(sizes) <= shared * 1024
 print(len(sizes))
 """
-    assert python(code, tmp_path) == "30\n"
+    assert python(code, tmp_path) == "21\n"  # three kernels each
