@@ -132,7 +132,8 @@ def crossover(spec: AttentionSpec | str, d_k: int, d_v: int, heads: int = _HEADS
     """The approximate length from which the chunked form is faster than the blocked one.
 
     For causal attention with one query per key. Near this length both forms cost nearly the same,
-    and the division into chunks and blocks may favour either.
+    and the division into chunks and blocks may favour either. Where ``auto`` takes the native form
+    in place of the blocked one, it changes at a greater length.
 
     Args:
         spec: a finite series, or the name of a variant with one.
