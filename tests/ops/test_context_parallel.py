@@ -23,6 +23,7 @@ SPECS = {
     **{name: sr.variant(name) for name in ("softmax", "gate", "norm", "linear_elu", "taylor:2")},
     **{name: sr.variant(name) for name in ("length", "norm_rms", "detached")},
     "input_gate": sr.AttentionSpec(series="taylor", order=1, input_gate=True),
+    "own_key": sr.AttentionSpec(window=1),  # no key of another process
     "wide_window": sr.AttentionSpec(window=20, decay="token"),  # longer than a block
 }
 # Of the other tensors, what has a dimension of positions, and where.
