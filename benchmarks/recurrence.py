@@ -6,8 +6,8 @@
 Expected before measuring: the simple method stores a state of ``monomials x values`` for every
 position, so memory traffic alone takes 10 to 100 times as long as the necessary products. The
 chunked form stores one state per chunk, and its time is linear in the length. The time of the
-blocked form is quadratic but has no factor for monomials, so it is faster below the crossover of
-the cost model. A stream stores one state.
+blocked form is quadratic but has no factor for monomials (benchmarks.choice compares them). A
+stream stores one state.
 """
 
 from __future__ import annotations
@@ -31,15 +31,10 @@ from torch import Tensor
 import softmax_rnn as sr
 from benchmarks import measure
 from benchmarks.measure import Work, peak_extra_bytes, ratios, seconds, summary, synchronize
-from softmax_rnn.ops.cost import Sizes, blocked_cost, chunked_cost
 
 # (heads, length, width, order, speed-up expected); memory at most 1/20 at each.
 AGAINST_RUNNING_STATES = ((4, 2048, 8, 4, 8.0), (4, 2048, 16, 2, 12.0), (1, 1024, 64, 2, 100.0))
 GROWTH = (4096, 16384, 4.5)
-GRID = ((256, 1024, 4096, 16384), (8, 16, 64), (1, 2, 4))
-AUTO_AT_MOST = 1.2
-# A form is not timed if its predicted time per step, in seconds on a CPU, is larger.
-PATIENCE = {"cpu": 3.0, "cuda": 100.0}
 STREAM = {"heads": 4, "width": 8, "order": 4, "tokens": 1_000_000, "piece": 1000}
 TOKENS = 200  # one at a time
 
@@ -152,39 +147,6 @@ def growth(rounds: int, device: str) -> dict[str, Any]:
     }
 
 
-def dispatch(rounds: int, device: str, heads: int = 2) -> list[dict[str, Any]]:
-    """Auto against the faster of blocked and chunked, forward and backward, over a grid."""
-    lengths, widths, orders = GRID
-    cells = [(t, d, n) for t in lengths for d in widths for n in orders]
-    rows = []
-    for length, width, order in track(cells, description="auto", transient=True):
-        spec, data = sr.variant("taylor", order=order), inputs(heads, length, width, device)
-        sizes = Sizes(spec, length, length, width, width, heads=heads)
-        cost = {"blocked": blocked_cost(sizes), "chunked": chunked_cost(sizes)}
-        # Nanoseconds a head, forward; the backward pass takes three times as long again.
-        slow = {name: 4e-9 * heads * cost[name] > PATIENCE[device] for name in cost}
-        names = [name for name in cost if not slow[name] or cost[name] == min(cost.values())]
-        # A form that fills the memory slows the next one: auto follows the form with less memory.
-        names.sort(key=lambda name: cost[name], reverse=True)
-        work = {name: step(name, spec, data) for name in [*names, "auto"]}
-        times = seconds(work, rounds, device=device, shuffled=False)
-        best = min(names, key=lambda name: median(times[name]))
-        rows.append(
-            {
-                "heads": heads,
-                "length": length,
-                "width": width,
-                "order": order,
-                "seconds": {name: summary(times[name]) for name in times},
-                "predicted": cost,
-                "best": best,
-                "auto_over_best": ratios(times["auto"], times[best]),
-                "crossover": sr.crossover(spec, width, width, heads),
-            }
-        )
-    return rows
-
-
 def stream(device: str) -> dict[str, Any]:
     """A stream of a million tokens: memory growth, time at both ends, error of the last window."""
     heads, width, piece = STREAM["heads"], STREAM["width"], STREAM["piece"]
@@ -271,8 +233,6 @@ def verdicts(result: dict[str, Any]) -> list[dict[str, Any]]:
         expect(f"their peak memory over ours, {what}", memory, memory >= 20, ">= 20")
     found, at_most = result["growth"]["ratio"]["median"], result["growth"]["expected_at_most"]
     expect("time of T=16384 over T=4096, chunked", found, found <= at_most, f"<= {at_most}")
-    worst = max(row["auto_over_best"]["median"] for row in result["dispatch"])
-    expect("auto over the better form, worst cell", worst, worst <= AUTO_AT_MOST, "<= 1.2")
     flow = result["stream"]
     grown = flow["resident_growth_bytes"] / 1e6
     expect("resident growth over 1,000,000 tokens, MB", grown, grown < 50, "< 50")
@@ -297,21 +257,6 @@ def show(result: dict[str, Any], console: Console) -> None:
             f"{row['memory_ratio']:.0f}",
         )
     console.print(table)
-    table = measure.table("T", "d", "order", "blocked", "chunked", "auto / better", "crossover")
-    table.title = "forward and backward, milliseconds"
-    for row in result["dispatch"]:
-        times = row["seconds"]
-        cells = (
-            f"{1e3 * times[name]['median']:.1f}" if name in times else "not waited for"
-            for name in ("blocked", "chunked")
-        )
-        table.add_row(
-            *(str(row[key]) for key in ("length", "width", "order")),
-            *cells,
-            f"{row['auto_over_best']['median']:.2f}",
-            f"{row['crossover']:,}",
-        )
-    console.print(table)
     for row in result["one_token"]:
         console.print(
             "one token, H={heads} d={width} order {order}: ".format(**row)
@@ -328,7 +273,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "dtype": "torch.float32",
         "against_running_states": against_running_states(rounds, device),
         "growth": growth(rounds, device),
-        "dispatch": dispatch(min(rounds, measure.LEAST_ROUNDS), device),
         "one_token": one_token(device),
         "stream": stream(device),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -97,6 +98,23 @@ def show_paths(paths: Iterable[Path]) -> None:
     """Print the paths of files that were written."""
     for path in paths:
         print(f"  {path}")
+
+
+def measure_machine() -> None:
+    """Measure a CPU's speeds for the choice of forms, once a machine, before it trains."""
+    import torch
+
+    from softmax_rnn.ops import speeds
+    from softmax_rnn.ops.calibration import calibrate
+
+    alone = int(os.environ.get("WORLD_SIZE") or 1) == 1
+    if (
+        alone
+        and speeds.measurable()
+        and not torch.cuda.is_available()
+        and not speeds.file().exists()
+    ):
+        calibrate()
 
 
 def write_report(runs: Sequence[Any], root: Path) -> None:

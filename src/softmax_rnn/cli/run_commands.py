@@ -18,6 +18,7 @@ from softmax_rnn.cli.command import (
     add_dry_run,
     add_preset,
     add_stop_after,
+    measure_machine,
     run_config,
     show,
     show_paths,
@@ -47,6 +48,7 @@ def _train(parsed: Namespace) -> int:
     from softmax_rnn.data import is_task
     from softmax_rnn.training import train
 
+    measure_machine()
     folder = train(
         run_config(parsed), Path(parsed.out), resume=parsed.resume, stop_after=stop_after(parsed)
     )
@@ -237,6 +239,8 @@ def _plan_or_run(
     if parsed.dry_run:
         show(rich_plan(plan_table(runs, root, parsed.gpu), parsed.gpu))
         return 0
+    if parsed.cluster == "local":
+        measure_machine()
     try:
         run_all(
             runs,

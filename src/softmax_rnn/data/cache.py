@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
 from softmax_rnn._utils.integrity import MANIFEST, sha256
+from softmax_rnn._utils.machine import cache_folder
 from softmax_rnn._utils.progress import ProgressBar
 from softmax_rnn._utils.validation import PositiveInt, Seed, validated
 from softmax_rnn.data.manifest import FORMAT, is_prepared
@@ -53,12 +54,6 @@ def progress_bar(label: str) -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-def default_cache() -> Path:
-    """The folder of prepared corpora: ``$SOFTMAX_RNN_CACHE``, or one in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("SOFTMAX_RNN_CACHE") or Path(home) / "softmax-rnn")
-
-
 def prepare(
     corpus: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -91,7 +86,7 @@ def prepare(
         shard_tokens: a shard ends with the document that reaches this number of tokens.
         workers: threads that tokenise, by default and at most one per core. Each reads about four
             million characters ahead. The result does not depend on their number.
-        cache: folder of prepared corpora; by default :func:`default_cache`.
+        cache: folder of prepared corpora; by default the user's (``_utils.machine``).
         progress: called regularly.
 
     Raises:
@@ -124,7 +119,7 @@ def prepare(
         kind = HubSource if corpus.startswith(HUB) else LocalSource
         source = kind(corpus, text_column)
         key = sha256(json.dumps([FORMAT, settings, source.identity]))[:16]
-        folder = (cache or default_cache()) / f"corpus-{key}"
+        folder = (cache or cache_folder()) / f"corpus-{key}"
         if not (folder / MANIFEST).exists():
             threads = min(workers or _cores(), _cores())
             _create(folder, Preparation(source, encoder, about, threads, progress).run)

@@ -2,14 +2,13 @@
 
 In every form, a pair of a query and a key costs two products and some passes over its score. The
 chunked form computes only the pairs within a chunk. In addition it builds the monomials of keys and
-queries, adds those of the keys to the state, and multiplies the state by those of the queries. All
-heads that fit the cache share the overhead of a chunk.
+queries, adds those of the keys to the state, and multiplies the state by those of the queries. So
+the work of a form is counted here, and ``speeds`` has the times of this machine. Both forms exist
+twice: as operations of PyTorch and as C++ (``native``).
 
-Times are nanoseconds of a forward pass on one core of a server CPU, fitted to measurements
-(benchmarks/recurrence.py checks the resulting choices). In both forms, a backward pass takes about
-three times as long as a forward pass. A decay per channel takes 2.3 to 2.9 times as long in both
-forms (3.9 in chunked for power 1), so that it leaves the choice between them as it is. For a GPU
-the times are estimates, not measurements.
+Times are those of a forward pass. In both forms, a backward pass takes about three times as long. A
+decay per channel takes 2.3 to 2.9 times as long in both forms (3.9 in chunked for power 1), so that
+it leaves the choice between them as it is. For a GPU the times are estimates, not measurements.
 """
 
 from __future__ import annotations
@@ -19,17 +18,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from softmax_rnn.ops.forms import native_chunks, native_library
 from softmax_rnn.ops.monomials import cumulative_dimension, degrees, state_rows
 from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.speeds import Engine, Speeds, Work, speeds
 from softmax_rnn.ops.variants import resolve
 
-_MULTIPLY = 0.015  # a multiply-add of a matrix product
-_BUILD = 0.5  # an element of monomials
-_PAIR, _POWER = 1.0, 0.13  # for each pair: mask and sums; one step of Horner's rule
-_CALL = 3000.0  # the overhead of one operation
-_BLOCK_CALLS, _CHUNK_CALLS = 20, 30
-_BLOCK = 128  # queries per block; half of the pairs in its diagonal square are hidden
-_NATIVE, _NATIVE_BLOCK = (0.005, 0.15, 0.02), 96  # multiply-add, pair, power; queries per block
+_BLOCK_CALLS, _CHUNK_CALLS = 20, 30  # operations of PyTorch
+_BLOCK = {"torch": 128, "native": 96}  # queries per block
 _CHUNKS = (64, 128, 256, 512)
 _HEADS = 8  # by default
 
@@ -39,7 +35,13 @@ _MAX_HEAD_FEATURES = 2**25  # limit for one head if even its monomials exceed th
 
 
 class Sizes(NamedTuple):
-    """What the cost of a call depends on; ``heads`` is key/value heads times batch."""
+    """What the cost of a call depends on.
+
+    Attributes:
+        heads: key/value heads times batch.
+        groups: query heads per key/value head.
+        engine: what computes the chunked form.
+    """
 
     spec: AttentionSpec
     queries: int
@@ -48,18 +50,17 @@ class Sizes(NamedTuple):
     d_v: int
     causal: bool = True
     heads: int = _HEADS
-    groups: int = 1  # query heads per key/value head
-
-    @property
-    def pair(self) -> float:
-        """The cost of a score and its weight."""
-        return _MULTIPLY * (self.d_k + self.d_v) + _PAIR + _POWER * (self.spec.order or 0)
+    groups: int = 1
+    engine: Engine = "torch"
 
 
 def sizes_of(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Sizes:
     """The sizes of a call."""
     heads, groups = max(1, k.shape[0] * k.shape[1]), q.shape[1] // k.shape[1]
-    return Sizes(spec, q.shape[2], k.shape[2], k.shape[3], v.shape[3], causal, heads, groups)
+    engine: Engine = "native" if native_chunks.suits(spec, q, k) else "torch"
+    return Sizes(
+        spec, q.shape[2], k.shape[2], k.shape[3], v.shape[3], causal, heads, groups, engine
+    )
 
 
 def heads_per_step(spec: AttentionSpec, d_k: int, chunk: int, groups: int, device: str) -> int:
@@ -71,50 +72,60 @@ def heads_per_step(spec: AttentionSpec, d_k: int, chunk: int, groups: int, devic
     return max(1, FEATURES.get(device, FEATURES["cuda"]) // (rows * chunk * (groups + 1)))
 
 
-def blocked_cost(sizes: Sizes) -> float:
-    """The cost of the blocked form, per head."""
-    blocks = math.ceil(sizes.queries / _BLOCK)
-    return _pairs(sizes, _BLOCK) * sizes.pair + blocks * _BLOCK_CALLS * _CALL / sizes.heads
-
-
-def native_cost(sizes: Sizes) -> float:
-    """The cost of the native form, per head: less for each pair, and no calls for each block."""
-    multiply, pair, power = _NATIVE
-    each = multiply * (sizes.d_k + sizes.d_v) + pair + power * (sizes.spec.order or 0)
-    return _pairs(sizes, _NATIVE_BLOCK) * each
-
-
-def _pairs(sizes: Sizes, block: int) -> float:
-    """The pairs of a query and a key that blocks compute: half of those in a diagonal square."""
-    queries, keys = sizes.queries, sizes.keys
+def work_of_pairs(sizes: Sizes, engine: Engine) -> Work:
+    """What a form that computes every pair does for a head: half of those in a diagonal square."""
+    block, queries, keys = _BLOCK[engine], sizes.queries, sizes.keys
     seen = keys - queries + (queries + block) / 2 if sizes.causal else keys
     window = sizes.spec.hiding_window
     if window is not None:  # a block needs the windows of all its queries
         seen = min(seen, window + block) + min(sizes.spec.global_keys, keys)
-    return queries * seen
+    blocks = math.ceil(queries / block)
+    # Of PyTorch, an operation is for all heads.
+    calls = blocks * _BLOCK_CALLS / sizes.heads if engine == "torch" else blocks * sizes.groups
+    return _of_pairs(sizes, queries * seen * sizes.groups, calls)
 
 
-def chunked_cost(sizes: Sizes, chunk: int | None = None) -> float:
-    """The cost of the chunked form, per head; by default with the best chunk length."""
-    spec, queries, keys, d_k, d_v, causal, heads, _ = sizes
-    if chunk is None:
-        chunk = chunk_length(sizes._replace(causal=True, groups=1))
-    last = degrees(spec)[1]
-    rows = state_rows(spec, d_k)
-    chunks = math.ceil(keys / chunk)
+def _of_pairs(sizes: Sizes, pairs: float, calls: float) -> Work:
+    order = sizes.spec.order or 0
+    return Work(pairs * (sizes.d_k + sizes.d_v), 0.0, pairs, pairs * order, calls)
+
+
+def work_of_chunks(sizes: Sizes, chunk: int) -> Work:
+    """What the chunked form does for a head."""
+    spec, queries, keys, d_k, d_v, causal, heads, groups, engine = sizes
+    last, rows, chunks = degrees(spec)[1], state_rows(spec, d_k), math.ceil(keys / chunk)
     # The first chunk reads no state; the last chunk updates none.
-    through_state = queries + keys - (2 * min(chunk, queries) if causal else 0)
-    monomials = through_state * (
-        _BUILD * cumulative_dimension(d_k, last) + _MULTIPLY * rows * (d_v + 1)
+    unused = min(chunk, queries) if causal else 0
+    through_state = (queries - unused) * groups + keys - unused
+    within = float(queries * min(chunk, queries) * groups if causal else 0)
+    calls = chunks * (groups + 1.0)
+    if engine == "torch":
+        together = min(heads, heads_per_step(spec, d_k, chunk, 1, "cpu"))
+        calls = chunks * (_CHUNK_CALLS + d_k * max(last - 1, 0)) / together
+    work = _of_pairs(sizes, within, calls)
+    monomials = cumulative_dimension(d_k, last) if last > 1 or engine == "torch" else 0
+    return work._replace(
+        multiply=work.multiply + through_state * rows * (d_v + 1),
+        build=float(through_state * monomials + chunks * rows * (d_v + 1)),
     )
-    within = queries * min(chunk, queries) * sizes.pair if causal else 0.0
-    calls = _CHUNK_CALLS + d_k * max(last - 1, 0)
-    states = chunks * rows * (d_v + 1) * _BUILD
-    together = min(heads, heads_per_step(spec, d_k, chunk, 1, "cpu"))
-    return monomials + within + states + chunks * calls * _CALL / together
 
 
-def chunk_length(sizes: Sizes) -> int:
+def cost_of_pairs(sizes: Sizes, engine: Engine, known: Speeds | None = None) -> float:
+    """Nanoseconds of a form that computes every pair, per head; ``known`` or of this machine."""
+    return work_of_pairs(sizes, engine).time((known or speeds(engine)).pairs)
+
+
+def chunked_cost(sizes: Sizes, chunk: int | None = None, known: Speeds | None = None) -> float:
+    """Nanoseconds of the chunked form, per head; by default with the best chunk length."""
+    chunk = chunk or chunk_length(sizes, known)
+    idle = 1.0
+    if sizes.engine == "native":  # a thread has whole heads
+        threads = native_library.threads()
+        idle = threads * math.ceil(sizes.heads / threads) / sizes.heads
+    return idle * work_of_chunks(sizes, chunk).time((known or speeds(sizes.engine)).chunks)
+
+
+def chunk_length(sizes: Sizes, known: Speeds | None = None) -> int:
     """The number of keys per chunk with the lowest cost.
 
     Longer chunks compute more pairs; shorter chunks read and write the state more often. Lengths
@@ -124,22 +135,32 @@ def chunk_length(sizes: Sizes) -> int:
         return _CHUNKS[0]
     each = cumulative_dimension(sizes.d_k, degrees(sizes.spec)[1]) * (sizes.groups + 1)
     allowed = [chunk for chunk in _CHUNKS if chunk * each <= _MAX_HEAD_FEATURES] or _CHUNKS[:1]
-    costs = [chunked_cost(sizes._replace(causal=True), chunk) for chunk in allowed]
+    costs = [chunked_cost(sizes._replace(causal=True), chunk, known) for chunk in allowed]
     return allowed[costs.index(min(costs))]  # without a key function: torch.compile traces this
 
 
-def crossover(spec: AttentionSpec | str, d_k: int, d_v: int, heads: int = _HEADS) -> int:
-    """The approximate length from which the chunked form is faster than the blocked one.
+def crossover(
+    spec: AttentionSpec | str,
+    d_k: int,
+    d_v: int,
+    heads: int = _HEADS,
+    *,
+    engine: Engine = "torch",
+    known: Speeds | None = None,
+) -> int:
+    """The approximate length from which the chunked form is faster than one that computes pairs.
 
     For causal attention with one query per key. Near this length both forms cost nearly the same,
-    and the division into chunks and blocks may favour either. Where ``auto`` takes the native form
-    in place of the blocked one, it changes at a greater length.
+    and the division into chunks and blocks may favour either.
 
     Args:
         spec: a finite series, or the name of a variant with one.
         d_k: key width.
         d_v: value width.
         heads: key/value heads times batch; with few heads, the overhead per head is larger.
+        engine: ``torch`` for the forms ``blocked`` and ``chunked`` of PyTorch operations, or
+            ``native`` for C++, which a CPU with g++ uses from 256 tokens on.
+        known: the times of a machine; by default this one's.
 
     Raises:
         ValueError: for a spec without a state, as :func:`state_size`.
@@ -147,8 +168,8 @@ def crossover(spec: AttentionSpec | str, d_k: int, d_v: int, heads: int = _HEADS
     spec = resolve(spec)
 
     def wins(length: int) -> bool:
-        sizes = Sizes(spec, length, length, d_k, d_v, heads=heads)
-        return chunked_cost(sizes) <= blocked_cost(sizes)
+        sizes = Sizes(spec, length, length, d_k, d_v, heads=heads, engine=engine)
+        return chunked_cost(sizes, known=known) <= cost_of_pairs(sizes, engine, known)
 
     # Search downwards: in a sequence of one chunk, both forms do the same work.
     high = 2**50

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from softmax_rnn._utils.errors import unknown
-from softmax_rnn.ops.cost import blocked_cost, chunked_cost, native_cost, sizes_of
+from softmax_rnn.ops.cost import chunked_cost, cost_of_pairs, sizes_of
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms import fused, native, triton
 from softmax_rnn.ops.forms.blocked import blocked
@@ -23,6 +23,7 @@ from softmax_rnn.ops.forms.row_sums import RowSums
 from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.series import MAX_RADIUS, order_for
 from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.speeds import Engine
 from softmax_rnn.ops.state import fits, require_memory
 from softmax_rnn.ops.validation import check_per_key
 from softmax_rnn.ops.variants import resolve
@@ -70,7 +71,7 @@ FORMS: dict[str, Form] = {
 }
 
 # The forms that compute every pair of a finite series; chunked may be faster.
-_PAIR_COSTS = {"native": native_cost, "triton": blocked_cost, "blocked": blocked_cost}
+_PAIRS: dict[str, Engine] = {"native": "native", "triton": "torch", "blocked": "torch"}
 
 
 def forms(spec: AttentionSpec | str, device: torch.device | str = "cpu") -> tuple[str, ...]:
@@ -142,10 +143,9 @@ def _cheapest(
 ) -> str:
     if candidates[0] == "chunked":  # with a state
         return "recurrent" if k.shape[2] == 1 else "chunked"
-    if candidates[0] in _PAIR_COSTS and "chunked" in candidates:
-        sizes = sizes_of(spec, q, k, v, causal)
-        cost_of_pairs = _PAIR_COSTS[candidates[0]]
-        if chunked_cost(sizes) < cost_of_pairs(sizes) and fits(spec, q, k, v):
+    if candidates[0] in _PAIRS and "chunked" in candidates:
+        sizes, engine = sizes_of(spec, q, k, v, causal), _PAIRS[candidates[0]]
+        if chunked_cost(sizes) < cost_of_pairs(sizes, engine) and fits(spec, q, k, v):
             return "chunked"
     if candidates[0] == "blocked" and q.shape[2] == 1:
         return "dense"  # one row of weights needs no blocks, which take more operations

@@ -237,6 +237,18 @@ def _levels(width: int, degree: int) -> tuple[Indices, ...]:
     return tuple(levels)
 
 
+def monomial_factors(width: int, degree: int) -> Indices:
+    """For each monomial the place of its parent and its factor; [2, C(width + degree, degree)].
+
+    The first one, 1, has neither: its numbers are 0.
+    """
+    levels, places, start = _levels(width, degree), [np.zeros((2, 1), np.int64)], 0
+    for level in levels:
+        places.append(level + np.array([[start], [0]]))
+        start += len(places[-2][0])
+    return np.concatenate(places, axis=1)
+
+
 @lru_cache(maxsize=64)
 def _raised(width: int, degree: int) -> tuple[Indices, Indices]:
     """The row of ``m x_j`` and the power of ``x_j`` in it, for all ``m`` of lower degrees; [d, m].

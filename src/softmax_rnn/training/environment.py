@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import resource
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from softmax_rnn._utils.machine import in_proc, processor
 
 _PACKAGES = (
     *("softmax-rnn", "torch", "transformers", "accelerate", "tokenizers", "numpy", "triton"),
@@ -40,7 +41,7 @@ def peak_memory() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     # The value of getrusage starts at the peak of the parent process.
-    if found := _in_proc("self/status", r"VmHWM:\s+(\d+) kB"):
+    if found := in_proc("self/status", r"VmHWM:\s+(\d+) kB"):
         return int(found) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -58,15 +59,3 @@ def _commit() -> str | None:
         return git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def processor() -> str:
-    """The name of the CPU."""
-    return _in_proc("cpuinfo", r"model name\s*: (.*)") or platform.processor() or platform.machine()
-
-
-def _in_proc(name: str, pattern: str) -> str | None:
-    """The first match in a file of Linux's /proc; None on other systems."""
-    path = Path("/proc") / name
-    found = re.search(pattern, path.read_text()) if path.exists() else None
-    return found[1] if found else None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from softmax_rnn.training.environment import processor
+from softmax_rnn._utils.machine import processor
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from torch import Tensor
 import softmax_rnn as sr
 from cases import WIDENED, Shape, assert_close, make_case
 from softmax_rnn.ops import dispatch
-from softmax_rnn.ops.cost import Sizes, chunked_cost, native_cost
-from softmax_rnn.ops.forms import native, native_library
+from softmax_rnn.ops.cost import Sizes, chunked_cost, cost_of_pairs
+from softmax_rnn.ops.forms import native_library
 
 needs_library = pytest.mark.skipif(
     not native_library.possible(), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
@@ -45,7 +45,7 @@ def chosen(
     return next(name for name, form in dispatch.FORMS.items() if form is way)
 
 
-def long(length: int = native.LEAST_QUERIES) -> Tensor:
+def long(length: int = native_library.LEAST_TOKENS) -> Tensor:
     return torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -170,7 +170,7 @@ def test_what_it_does_not_compute() -> None:
 
 @needs_library
 def test_auto_takes_it_for_many_queries_alone(fresh: None, tmp_path: Path) -> None:
-    short = long(native.LEAST_QUERIES - 1)
+    short = long(native_library.LEAST_TOKENS - 1)
     assert [chosen(short, SPECS[name]) for name in ("softmax", "gate")] == ["fused", "blocked"]
     assert not any(tmp_path.iterdir())
     assert [chosen(long(), SPECS[name]) for name in ("softmax", "gate")] == ["native", "native"]
@@ -182,8 +182,9 @@ def test_auto_takes_it_for_many_queries_alone(fresh: None, tmp_path: Path) -> No
 
 @needs_library
 def test_auto_takes_it_until_states_cost_less() -> None:
-    sizes = [Sizes(SPECS["linear_elu"], 2**n, 2**n, 8, 8, heads=2) for n in range(8, 14)]
-    less = [native_cost(each) <= chunked_cost(each) for each in sizes]
+    spec = sr.variant("taylor:4")
+    sizes = [Sizes(spec, 2**n, 2**n, 8, 8, heads=2, engine="native") for n in range(8, 14)]
+    less = [cost_of_pairs(each, "native") <= chunked_cost(each) for each in sizes]
     assert less == sorted(less, reverse=True)
     assert [chosen(long(each.keys), each.spec) for each in sizes] == [
         "native" if cheap else "chunked" for cheap in less
@@ -212,7 +213,7 @@ def test_a_source_that_does_not_compile_is_no_error(
     fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "native.cpp").write_text("nonsense")
-    monkeypatch.setattr(native_library, "SOURCE", tmp_path / "native.cpp")
+    monkeypatch.setattr(native_library, "SOURCES", [tmp_path / "native.cpp"])
     with pytest.warns(UserWarning, match="cannot be built: .*error: .nonsense. does not"):
         assert chosen(long(), SPECS["gate"]) == "blocked"
     assert "native" not in sr.forms("gate")
@@ -237,8 +238,10 @@ def test_several_may_build_at_once(fresh: None, tmp_path: Path) -> None:
     assert list(library.parent.iterdir()) == [library]
 
 
-def test_the_source_is_part_of_the_package() -> None:
+def test_the_sources_are_part_of_the_package() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["softmax_rnn"]
     package = Path(sr.__file__).parent
-    assert native_library.SOURCE in [x for pattern in patterns for x in package.glob(pattern)]
+    files = {path for pattern in patterns for path in package.glob(pattern)}
+    assert len(native_library.SOURCES) == 2
+    assert files >= {native_library.HEADER, *native_library.SOURCES}

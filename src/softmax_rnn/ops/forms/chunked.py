@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, library
 
 from softmax_rnn.ops.cost import FEATURES, chunk_length, heads_per_step, sizes_of
-from softmax_rnn.ops.forms import chunk_step
+from softmax_rnn.ops.forms import chunk_step, native_chunks
 from softmax_rnn.ops.forms.chunk_tables import make_tables
 from softmax_rnn.ops.forms.columns import Columns, from_columns, to_columns, with_own_terms
 from softmax_rnn.ops.forms.fading import decay_grad
@@ -32,6 +32,7 @@ from softmax_rnn.ops.forms.one_token import one_token
 from softmax_rnn.ops.forms.row_sums import RowSums, no_data, without_autocast
 from softmax_rnn.ops.monomials import degrees, state_rows
 from softmax_rnn.ops.spec import AttentionSpec, Decay, Series
+from softmax_rnn.ops.speeds import Engine
 
 
 def chunked(
@@ -47,15 +48,20 @@ def chunked(
     state: Tensor | None = None,
     keep_state: bool = False,
     chunk: int | None = None,
+    engine: Engine | None = None,
 ) -> RowSums:
     """As :func:`softmax_rnn.ops.forms.dense.dense`, with the earlier keys summed in ``state``.
 
     The mask is per key, broadcastable to [B, Hkv, 1, S]. The state holds sums over earlier keys:
     [B, Hkv, E + 1, rows], or E without a row sum. ``keep_state`` requests the state after the last
     key. ``chunk`` is the number of tokens per chunk, by default the fastest; 1 is the plain
-    recurrence.
+    recurrence. ``engine`` is what computes the chunks: by default C++ where it suits.
     """
-    given = to_columns(q, k, v, spec, mask, state, keep_state, log_decay, coefficients)
+    single = causal and q.shape[2] == k.shape[2] == 1
+    long = not single and (chunk is None or chunk >= native_chunks.SHORTEST)
+    by_native = long and engine != "torch" and native_chunks.suits(spec, q, k)
+    weighting = state, keep_state, log_decay, coefficients
+    given = to_columns(q, k, v, spec, mask, *weighting, by_token=by_native)
     inputs = first_order(*given)
     differentiable = torch.is_grad_enabled() and any(
         x.requires_grad for x in inputs if x is not None
@@ -63,12 +69,11 @@ def chunked(
     # Without a sure sign, the weight sum of a state is compared with its noise.
     noisy = spec.row_sum is not None and (spec.terms_can_cancel or not spec.sign_definite)
     weights = spec.series, degrees(spec)[1], spec.coefficients, spec.decay
-    single = causal and q.shape[2] == k.shape[2] == 1 and inputs[3] is not None
-    if single and not (differentiable or no_data(q)):
+    if single and inputs[3] is not None and not (differentiable or no_data(q)):
         sums, last_state, noise = one_token(Columns(*inputs), _plain_spec(*weights), noisy)
         return from_columns(sums, spec, k, last_state if keep_state else None, noise)
     chunk = chunk or chunk_length(sizes_of(spec, q, k, v, causal))
-    plan = _Plan(*weights, noisy, causal, chunk, keep_state, differentiable)
+    plan = _Plan(*weights, noisy, causal, chunk, keep_state, differentiable, by_native)
     # The operator is used only where it is needed: its overhead is large for a single token.
     compute = _sums if differentiable or no_data(q) else _compute_sums
     sums, last_state, noise, _ = compute(*inputs, *plan)
@@ -90,12 +95,19 @@ class _Plan(NamedTuple):
     chunk: int
     keep_state: bool
     differentiable: bool
+    by_native: bool  # whether the loops are those in C++
 
     @property
     def spec(self) -> AttentionSpec:
         """A spec with the same weights."""
         fixed = None if self.coefficients is None else tuple(self.coefficients)
         return _plain_spec(self.series, self.order, fixed, self.decay)
+
+    def native(self, inputs: Columns) -> native_chunks.Chunks:
+        """The chunks as ``native_chunks`` takes them."""
+        q = inputs.queries
+        tables = make_tables(self.spec, q.shape[1], self.chunk, q.dtype, q.device, False)
+        return native_chunks.Chunks(tables, self.causal, self.chunk)
 
     def earlier_keys(self, q: Tensor, k: Tensor) -> int:
         """Number of keys before the first query; queries read them only through the state."""
@@ -119,7 +131,7 @@ def _plain_spec(
 _INPUTS = "(Tensor q, Tensor k, Tensor v, Tensor? state, Tensor? log_decay, Tensor? learned, "
 _PLAN = (
     "str series, int order, float[]? coefficients, str decay, bool noisy, bool causal, "
-    "SymInt chunk, bool keep_state, bool differentiable)"
+    "SymInt chunk, bool keep_state, bool differentiable, bool by_native)"
 )
 _TAGS = (torch.Tag.cudagraph_unsafe,)  # the first call compiles steps and builds tables
 _COUNT = len(Columns._fields)
@@ -134,6 +146,9 @@ def _compute_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """
     inputs, plan = Columns(*arguments[:_COUNT]), _Plan(*arguments[_COUNT:])
     outputs = _empty_sums(*arguments)
+    if plan.by_native:
+        native_chunks.sums(inputs, plan.native(inputs), *outputs)
+        return outputs
     for heads, chunks in _by_heads(plan, inputs):
         out, last_state, noise = (x[heads] for x in outputs[:3])
         chunks.sums(out, last_state, noise, list(outputs[3][:, heads]))
@@ -143,9 +158,13 @@ def _compute_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _empty_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs, plan = Columns(*arguments[:_COUNT]), _Plan(*arguments[_COUNT:])
     q, k, v, *_ = inputs
-    shape = (*v.shape[:2], state_rows(plan.spec, q.shape[1]))
+    (heads, channels), (groups, length) = v.shape[:2], q.shape[2:]
+    shape = heads, channels, state_rows(plan.spec, q.shape[1])
+    strides = (channels * groups * length, groups * length, length, 1)
+    if plan.by_native:  # a row per token
+        strides = (channels * groups * length, 1, length * channels, channels)
     return (
-        q.new_empty(*v.shape[:2], *q.shape[2:]),
+        q.new_empty_strided((heads, channels, groups, length), strides),
         q.new_empty(shape if plan.keep_state else 0),
         q.new_empty((len(q), *q.shape[2:]) if plan.noisy else 0),
         q.new_empty(plan.kept_states(q, k), *shape),
@@ -181,7 +200,9 @@ def _grads(*arguments: Any) -> tuple[Tensor, ...]:
     outputs = Columns(*created)
     if dsums is None:
         dsums = inputs.values.new_zeros(*inputs.values.shape[:2], *inputs.queries.shape[2:])
-    for heads, chunks in _by_heads(plan, inputs):
+    if plan.by_native:
+        native_chunks.gradients(inputs, plan.native(inputs), kept, dsums, dlast_state, outputs)
+    for heads, chunks in () if plan.by_native else _by_heads(plan, inputs):
         found = None if dlast_state is None else dlast_state[heads]
         chunks.grads(dsums[heads], found, list(kept[:, heads]), outputs.of(heads))
     if sums is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype
+from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec
 
@@ -46,18 +47,24 @@ def to_columns(
     keep_state: bool,
     log_decay: Tensor | None,
     coefficients: Tensor | None,
+    by_token: bool,
 ) -> Columns:
-    """All channels of a hidden key are zero, so that it adds nothing to any sum."""
-    dtype = compute_dtype(q.dtype)
-    channels = v.to(dtype).mT
+    """All channels of a hidden key are zero, so that it adds nothing to any sum.
+
+    With ``by_token`` keys and values keep a row per token in memory, else they are contiguous.
+    """
+    dtype, scale = compute_dtype(q.dtype), spec.score_scale(q.shape[-1])
+    keys, channels = k.to(dtype), v.to(dtype)
     if spec.row_sum is not None:
-        channels = torch.cat([channels, channels.new_ones(*v.shape[:2], 1, v.shape[2])], dim=2)
-    keys = k.to(dtype).mT
+        channels = torch.cat([channels, channels.new_ones(*v.shape[:3], 1)], dim=3)
     if mask is not None:  # not multiplied by 0: a hidden NaN would stay NaN
-        channels, keys = channels.masked_fill(~mask, 0.0), keys.masked_fill(~mask, 0.0)
-    queries = q.to(dtype).unflatten(1, (k.shape[1], -1)).movedim(-1, 2)
-    queries = queries.flatten(0, 1) * spec.score_scale(q.shape[-1])
-    keys, channels = (x.flatten(0, 1).contiguous() for x in (keys, channels))
+        hidden = ~mask.mT
+        channels, keys = channels.masked_fill(hidden, 0.0), keys.masked_fill(hidden, 0.0)
+    keys, channels = (x.flatten(0, 1).mT for x in (keys, channels))
+    if not by_token:
+        keys, channels = keys.contiguous(), channels.contiguous()
+    queries = q.to(dtype).unflatten(1, (k.shape[1], -1)).flatten(0, 1).movedim(-1, 1)
+    queries = queries if scale == 1 else queries * scale
     if log_decay is not None:
         log_decay = log_decay.mT if log_decay.ndim == 4 else log_decay.unsqueeze(2)
         log_decay = log_decay.flatten(0, 1)
@@ -66,7 +73,7 @@ def to_columns(
         coefficients = coefficients.expand(len(k), *coefficients.shape).flatten(0, 1)
     if state is not None:
         state = state.flatten(0, 1)
-    elif not keep_state:  # a state stores unscaled keys
+    elif not keep_state and degrees(spec)[1] > 1:  # a state stores unscaled keys
         queries, keys = _balanced(queries, keys)
     return Columns(queries, keys, channels, state, log_decay, coefficients)
 
@@ -104,4 +111,5 @@ def from_columns(
     if spec.row_sum is None:
         return RowSums(sums, state=state)
     noise = None if noise is None else noise.unflatten(0, k.shape[:2]).flatten(1, 2)
-    return RowSums(sums[..., :-1], sums[..., -1], state=state, noise=noise)
+    numerator, weight_sum = sums.split([sums.shape[-1] - 1, 1], dim=-1)
+    return RowSums(numerator, weight_sum.squeeze(-1), state=state, noise=noise)

@@ -23,8 +23,6 @@ from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, no_data, with
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec, RowSum
 
-# From this number of queries on auto takes this form, for which the library is built if need be.
-LEAST_QUERIES = 256
 _BLOCK = 96  # queries per block, of which fewer compute fewer hidden pairs
 _INTS = 2**31 - 1  # the largest stride that a matrix product takes
 
@@ -58,7 +56,7 @@ def pays(spec: AttentionSpec, q: Tensor) -> bool:
 
     Half types have faster kernels of their own in ``fused``.
     """
-    enough = q.device.type == "cpu" and q.shape[2] >= LEAST_QUERIES and covers(spec)
+    enough = q.device.type == "cpu" and q.shape[2] >= native_library.LEAST_TOKENS and covers(spec)
     wide = q.dtype in (torch.float32, torch.float64)
     return enough and (wide or not fused.supports(spec, "cpu")) and native_library.ready()
 
@@ -149,7 +147,7 @@ class _NativeSums(torch.autograd.Function):
 
 
 class _Call(ctypes.Structure):
-    """``Call`` of native.cpp: pointers (0 for none), strides, sizes and numbers.
+    """``Call`` of native_pairs.cpp: pointers (0 for none), strides, sizes and numbers.
 
     ``total`` are the running sums of the log decays [B * Hkv, S], ``first`` the first key that a
     block of queries needs [blocks, B * Hkv], and ``terms`` the number of coefficients, 0 for exp.
@@ -203,18 +201,17 @@ def _run(
     tensors = strided | {name: x.contiguous() for name, x in others.items() if x is not None}
     sizes = {"batch": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1]}
     sizes |= {"queries": q.shape[2], "keys": k.shape[2], "width": q.shape[3]}
-    call = _Call(
-        **{name: x.data_ptr() for name, x in tensors.items()},
+    native_library.run(
+        name,
+        _Call,
+        tensors,
         **{f"{name}_strides": _strides(x) for name, x in strided.items()},
         **sizes,
         value_width=v.shape[3],
         terms=len(coefficients),
         parts=parts,
-        threads=torch.get_num_threads(),
         **dict(zip(_Inputs._fields[7:], numbers, strict=True)),
     )
-    dtype = str(q.dtype).removeprefix("torch.")
-    native_library.load()[f"{name}_{dtype}"](ctypes.byref(call))
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The compiled ``native.cpp``: built for this CPU at its first use, then loaded from a cache.
+"""The compiled ``native_*.cpp``: built for this CPU at its first use, then loaded from a cache.
 
 The library is built with the machine's g++ for the machine's own instructions
 (``-march=native``), so its file name is a hash of the source, the compiler, the CPU's instructions
@@ -22,11 +22,16 @@ import warnings
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from softmax_rnn._utils.machine import cache_folder
 from softmax_rnn.ops.compiler import constant_when_compiled
 
+# From this number of tokens on auto takes a native form, for which the library is built if need be.
+LEAST_TOKENS = 256
 VARIABLE = "SOFTMAX_RNN_CPU_KERNEL"
-SOURCE = Path(__file__).with_name("native.cpp")
+SOURCES = sorted(Path(__file__).parent.glob("native*.cpp"))
+HEADER = Path(__file__).with_name("native.h")
 _FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
 _SECONDS = 300  # to compile; an idle core needs 2
 
@@ -53,6 +58,26 @@ def ready() -> bool:
     except OSError:
         return False
     return True
+
+
+@constant_when_compiled
+def threads() -> int:
+    """PyTorch's current number of threads."""
+    return torch.get_num_threads()
+
+
+def run(
+    name: str, call: type[ctypes.Structure], tensors: dict[str, Tensor], **numbers: object
+) -> None:
+    """Call a function of the library, of the floating-point type of ``tensors["q"]``.
+
+    ``call`` is the structure of its argument. Its pointers are those of ``tensors``, which are
+    contiguous, and 0 where there is none.
+    """
+    pointers = {name: x.data_ptr() for name, x in tensors.items()}
+    arguments = call(**pointers, **numbers, threads=threads())
+    dtype = str(tensors["q"].dtype).removeprefix("torch.")
+    load()[f"{name}_{dtype}"](ctypes.byref(arguments))
 
 
 def load() -> ctypes.CDLL:
@@ -90,21 +115,17 @@ def _loaded() -> ctypes.CDLL:
     compiler = _compiler()
     if compiler is None:
         raise OSError("there is no g++ on the path.")
-    library = _cache() / f"native-{_key(compiler)}.so"
+    library = cache_folder() / "native" / f"native-{_key(compiler)}.so"
     if not library.exists():
         _build(compiler, library)
     return ctypes.CDLL(str(library))
 
 
-def _cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("SOFTMAX_RNN_CACHE") or Path(home) / "softmax-rnn") / "native"
-
-
 def _key(compiler: str) -> str:
     """Everything that the library depends on, as a hash: machines may share a cache."""
     options = [compiler, *_FLAGS, "-Q", "--help=target"]  # what -march=native means here
-    parts = [SOURCE.read_text(), _output(options), _output([compiler, "--version"])]
+    parts = [path.read_text() for path in (HEADER, *SOURCES)]
+    parts += [_output(options), _output([compiler, "--version"])]
     parts += [platform.machine(), torch.__version__, *_FLAGS]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -113,25 +134,19 @@ def _build(compiler: str, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     libraries = Path(torch.__file__).parent / "lib"
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        compiled, linked = Path(folder) / "native.o", Path(folder) / "native.so"
+        objects, linked = [f"{path.stem}.o" for path in SOURCES], Path(folder) / "native.so"
         # Linked without OpenMP, so that its functions are those of PyTorch's own library: a second
         # one would have its own threads, and matrix products would not know that they run in one.
         for command in (
-            [compiler, *_FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
-            [
-                compiler,
-                "-shared",
-                str(compiled),
-                f"-L{libraries}",
-                "-ltorch_cpu",
-                "-o",
-                str(linked),
-            ],
+            [compiler, *_FLAGS, "-c", *map(str, SOURCES)],
+            [compiler, "-shared", *objects, f"-L{libraries}", "-ltorch_cpu", "-o", linked.name],
         ):
-            _output(command)
+            _output(command, folder)
         linked.replace(library)
 
 
-def _output(command: list[str]) -> str:
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS)
+def _output(command: list[str], folder: str | None = None) -> str:
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=_SECONDS, cwd=folder
+    )
     return run.stdout

@@ -1,0 +1,160 @@
+"""The chunked form's loops in C++ for the CPU, for what :func:`suits`.
+
+``chunked`` calls them in place of its own, and does the rest. The library is
+:mod:`native_library`'s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from softmax_rnn.ops.forms import chunk_step, native_library
+from softmax_rnn.ops.forms.chunk_tables import Tables
+from softmax_rnn.ops.forms.columns import Columns
+from softmax_rnn.ops.monomials import monomial_factors
+from softmax_rnn.ops.spec import AttentionSpec
+
+# With fewer heads for each thread, operations on all heads are faster.
+_LEAST_HEADS = 0.25
+SHORTEST = 16  # chunks; for shorter ones, operations on all heads are about as fast
+
+
+class Chunks(NamedTuple):
+    """What is the same for all chunks of a call."""
+
+    tables: Tables
+    causal: bool
+    length: int
+
+
+def suits(spec: AttentionSpec, q: Tensor, k: Tensor) -> bool:
+    """Whether this module computes a call: fixed series on a CPU, decays per head or token.
+
+    The library is built if need be, but not for a few tokens.
+    """
+    return (
+        q.device.type == "cpu"
+        and "cpu" not in chunk_step.COMPILED
+        and spec.decay != "channel"
+        and not spec.learned_coefficients
+        and min(q.shape[0], q.shape[2], q.shape[3]) > 0
+        and max(q.shape[2], k.shape[2]) >= native_library.LEAST_TOKENS
+        and k.shape[0] * k.shape[1] >= _LEAST_HEADS * native_library.threads()
+        and native_library.ready()
+    )
+
+
+def sums(
+    inputs: Columns, chunks: Chunks, out: Tensor, last: Tensor, noise: Tensor, kept: Tensor
+) -> None:
+    """Fill the sums, the state after all keys, the noise and the backward pass's states.
+
+    The shapes are those of ``chunked``; those that are not needed are empty.
+    """
+    outputs = {"sums": _tokens_first(out), "last": last, "noise": noise, "kept": kept}
+    _run("chunk_sums", inputs, chunks, {}, outputs, noise.numel() > 0)
+
+
+def gradients(
+    inputs: Columns, chunks: Chunks, kept: Tensor, dsums: Tensor, dlast: Tensor | None, out: Columns
+) -> None:
+    """Fill the gradients ``out`` of queries, keys, values and state."""
+    given = {"dsums": _tokens_first(dsums), "kept": kept}
+    names = ("dq", "dk", "dv")
+    outputs = {name: _tokens_first(x) for name, x in zip(names, out[:3], strict=True)}
+    shape = (*inputs.values.shape[:2], len(chunks.tables.weights))
+    dstate = torch.zeros(shape, dtype=dsums.dtype) if dlast is None else dlast.clone()
+    _run("chunk_gradients", inputs, chunks, given | {"dstate": dstate}, outputs, False, dlast)
+    if out.state is not None and out.state.numel():
+        out.state.copy_(dstate)
+
+
+class _Call(ctypes.Structure):
+    """``Call`` of native_chunks.cpp: pointers (0 for none) and numbers.
+
+    Queries [N, G, T, D], keys [N, S, D], values [N, S, C], sums [N, G, T, C], states [N, C, rows].
+    ``parents`` and ``factors`` are those of all ``monomials``, from which the state has the last
+    ``rows``. ``sizes`` and ``roots`` are those of each power from ``first`` on. ``dstate`` is the
+    gradient of the state after all keys (``ends`` for one that is not 0), then of the first.
+    """
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "state", "dsums", "weights")),
+        *((name, ctypes.c_void_p) for name in ("log_decay", "coefficients", "roots")),
+        *((name, ctypes.c_void_p) for name in ("parents", "factors", "sizes")),
+        *((name, ctypes.c_void_p) for name in ("sums", "noise", "last", "kept")),
+        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "dstate")),
+        *((name, ctypes.c_int64) for name in ("heads", "groups", "queries", "keys", "width")),
+        *((name, ctypes.c_int64) for name in ("channels", "monomials", "rows", "first", "terms")),
+        *((name, ctypes.c_int64) for name in ("chunk", "causal", "ends", "threads")),
+    )
+
+
+def _run(
+    name: str,
+    inputs: Columns,
+    chunks: Chunks,
+    given: dict[str, Tensor],
+    outputs: dict[str, Tensor],
+    noisy: bool,
+    dlast: Tensor | None = None,
+) -> None:
+    q, k, v, state, log_decay, _ = inputs
+    tables = chunks.tables
+    written = {
+        name: x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for name, x in outputs.items()
+        if x.numel()
+    }
+    given = given | {"q": _tokens_first(q), "k": _tokens_first(k), "v": _tokens_first(v)}
+    given |= {"weights": tables.weights, **_constants(tables, k.shape[1])}
+    if state is not None:
+        given["state"] = state
+    if log_decay is not None:
+        given["log_decay"] = log_decay.double()
+    contiguous = {name: x.contiguous() for name, x in given.items() if x.numel()}
+    native_library.run(
+        name,
+        _Call,
+        contiguous | written,
+        heads=len(q),
+        groups=q.shape[2],
+        queries=q.shape[3],
+        keys=k.shape[2],
+        width=q.shape[1],
+        channels=v.shape[1],
+        monomials=tables.unused + len(tables.weights),
+        rows=len(tables.weights),
+        first=tables.first,
+        terms=tables.degree + 1,
+        chunk=chunks.length,
+        causal=chunks.causal,
+        ends=dlast is not None,
+    )
+    for name, x in written.items():
+        if x is not outputs[name]:
+            outputs[name].copy_(x)
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    """[N, D, ...] with a row of D per token."""
+    return x.movedim(1, -1)
+
+
+@functools.lru_cache(maxsize=64)
+def _indices(width: int, degree: int) -> tuple[Tensor, Tensor]:
+    parents, factors = monomial_factors(width, degree)
+    with torch.inference_mode(False):
+        return torch.from_numpy(parents), torch.from_numpy(factors)
+
+
+def _constants(tables: Tables, width: int) -> dict[str, Tensor]:
+    parents, factors = _indices(width, tables.degree)
+    numbers = {"coefficients": tables.series.coefficients, "roots": tables.roots}
+    found = {name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items()}
+    return found | {"parents": parents, "factors": factors, "sizes": torch.tensor(tables.sizes)}
