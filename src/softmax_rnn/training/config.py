@@ -29,6 +29,7 @@ from softmax_rnn.sizes import SIZES
 
 Precision = Literal["auto", "fp32", "bf16"]
 Packing = Literal["blocks", "documents"]
+Compile = bool | Literal["auto"]
 Objective = Literal["language", "transfer"]
 STAGES = ("fit", "transfer", "finetune", "report")  # of a conversion
 
@@ -109,7 +110,8 @@ class TrainingConfig:
             gradient is not finite; the next one stops the run (with 0, the first one).
         precision: ``bf16`` autocast, ``fp32``, or ``auto``: bf16 on a GPU, fp32 elsewhere.
         gradient_checkpointing: recompute activations in the backward pass.
-        compile: run the model through torch.compile.
+        compile: run the model through torch.compile; ``auto``: if the run is long enough for that
+            to pay and measured steps are faster (half a minute to find out).
         fsdp: under torchrun, shard weights, gradients and optimizer states over the processes
             (FSDP2), instead of a full model on each (DDP).
         context_parallel: under torchrun, the number of processes that share each block, in equal
@@ -151,7 +153,7 @@ class TrainingConfig:
     skip_non_finite: Annotated[Count, NEUTRAL] = 0
     precision: Precision = "auto"
     gradient_checkpointing: bool = False
-    compile: bool = False
+    compile: Compile = False
     fsdp: Annotated[bool, NEUTRAL] = False
     context_parallel: Annotated[PositiveInt, NEUTRAL] = 1
 

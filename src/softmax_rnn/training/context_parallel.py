@@ -48,8 +48,8 @@ class ContextParallel:
                 f"context_parallel={size} must divide the number of processes, which is "
                 f"{processes}: start them with torchrun --nproc-per-node."
             )
-        if size > 1 and (config.compile or isinstance(config, ConversionConfig)):
-            what = "compile=true" if config.compile else "a conversion"
+        if size > 1 and (config.compile is True or isinstance(config, ConversionConfig)):
+            what = "compile=true" if config.compile is True else "a conversion"
             raise ValueError(f"context_parallel={size} does not work with {what}.")
         team, place = divmod(accelerator.process_index, size)
         if size > 1:

@@ -26,6 +26,7 @@ from softmax_rnn._utils.integrity import seal
 from softmax_rnn._utils.progress import ProgressBar, notice
 from softmax_rnn.data import CorpusError, PreparedCorpus, Rows, TaskCorpus
 from softmax_rnn.models.modeling import checkpoint_activations
+from softmax_rnn.training import compilation
 from softmax_rnn.training.checkpoint import (
     PROGRESS,
     CheckpointError,
@@ -88,13 +89,17 @@ class Loop:
             checkpoint_activations(model, {"use_reentrant": False})
         if self.sharded:
             shard(model)
-        if config.compile:
+        self.converting = isinstance(config, ConversionConfig)
+        # With compile=auto each step may be compiled or not; conversions only on request.
+        self.compiles = config.compile is True
+        if config.compile == "auto":
+            self.compiles = not self.converting and self.context.size == 1
+        if self.compiles:
             model.compile()
         # Computes the loss of a batch; gradients are averaged over the processes.
         self.forward: Any = objective(model, config)
         if processes > 1 and not self.sharded:
             self.forward = accelerator.prepare_model(self.forward)
-        self.converting = isinstance(config, ConversionConfig)
         self.optimizer = adamw(model, config)
         # Of each test row: its mean loss, and the share of its predictions that are wrong.
         self.test_losses: NDArray[np.float64] | None = None
@@ -115,7 +120,10 @@ class Loop:
             self.metrics = MetricRows(self.config, self.folder, tokens_between)
             label = self.folder.path.name
             shown = self.accelerator.is_main_process
-            with ProgressBar(label, self.config.steps, self.step, visible=shown) as self.bar:
+            with (
+                compilation.chosen(self),
+                ProgressBar(label, self.config.steps, self.step, visible=shown) as self.bar,
+            ):
                 self._steps()
         except RuntimeError as error:
             if not of_other_processes(error):
