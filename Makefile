@@ -27,6 +27,7 @@ bench: $(VENV)/.dev  ## speed and memory on the CPU, and docs/performance.md (ab
 	$(BIN)/python -m benchmarks.op
 	$(BIN)/python -m benchmarks.forgetting
 	$(BIN)/python -m benchmarks.recurrence
+	$(BIN)/python -m benchmarks.choice
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.decode
 	$(BIN)/python -m benchmarks.prepare

@@ -28,6 +28,7 @@ from softmax_rnn.models.cache import RecurrentCache
 
 VARIANTS = ["softmax", "taylor:2", "linear_elu"]
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+BATCHES = {1: 2**20, 16: 2048}  # with the longest prompt
 CHECKED = (96, 24)  # numbers of prompt tokens and decoded tokens in the check
 
 
@@ -123,6 +124,7 @@ def cell(
                 "name": name,
                 "cache": "states" if recurrent else "keys and values",
                 "length": prompt.shape[1],
+                "batch": prompt.shape[0],
                 **found[name],
                 "tokens_per_second": prompt.shape[0] * passes_per_second,
                 "prompt_seconds": measure.summary(prompts[name]),
@@ -144,13 +146,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     check(made, tokens(config, (1, prompted), device), new_tokens)
     made = {name: model.to(measure.DTYPES[device]) for name, model in made.items()}
     rows: list[dict[str, Any]] = []
-    for length in track(arguments.lengths, description="prompts", transient=True):
-        rows += cell(made, tokens(config, (arguments.batch, length), device), arguments)
+    shapes = [(batch, t) for batch, most in BATCHES.items() for t in arguments.lengths if t <= most]
+    for batch, length in track(shapes, description="prompts", transient=True):
+        # All weights of a batch of long prompts would take gigabytes.
+        these = made if batch == 1 else {k: v for k, v in made.items() if "material" not in k}
+        rows += cell(these, tokens(config, (batch, length), device), arguments)
     return {
         **result,
         "preset": arguments.preset,
         "dtype": str(measure.DTYPES[device]),
-        "batch": arguments.batch,
         "new_tokens": arguments.new_tokens,
         "reference": "llama",
         "rows": rows,
@@ -160,12 +164,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def show(result: dict[str, Any], console: Console) -> None:
     """The rows as a table."""
     table = measure.table(
-        "prompt", "name", "tokens/s", "time / Llama [quartiles]", "prompt ms", "cache KiB", "GB/s"
+        "batch",
+        "prompt",
+        "name",
+        "tokens/s",
+        "time / Llama [quartiles]",
+        "prompt ms",
+        "cache KiB",
+        "GB/s",
     )
     for row in result["rows"]:
         if row["name"] == "llama":
             table.add_section()
         table.add_row(
+            str(row["batch"]),
             str(row["length"]),
             row["name"],
             f"{row['tokens_per_second']:,.0f}",
@@ -182,7 +194,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--preset", choices=list(VOCABULARY))
     options.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of prompts")
     options.add_argument("--new-tokens", type=int, default=32, help="tokens decoded in a round")
-    options.add_argument("--batch", type=int, default=1)
     arguments = measure.parsed(options, argv)
     arguments.preset = arguments.preset or PRESET[arguments.device]
     return measure.carry_out(arguments, run, show, judge)

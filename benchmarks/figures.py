@@ -49,7 +49,8 @@ def draw_decode(result: Result, path: Path) -> None:
         ("Decoding, one token after another", "tokens per second", _tokens, None),
         ("Cache after the prompt", "MiB", _cache, None),
     ]
-    _draw(result, panels, None, "tokens of the prompt", path)
+    alone = {**result, "rows": [row for row in result["rows"] if row.get("batch", 1) == 1]}
+    _draw(alone, panels, None, "tokens of the prompt", path)
 
 
 def _milliseconds(row: Row) -> float:

@@ -35,6 +35,7 @@ WARM_UP, LEAST_ROUNDS = 2, 5
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 # Rows of the square matrices, and bytes of the copy, that measure the ceiling.
 CEILING = {"cpu": (2048, 2**28), "cuda": (8192, 2**30)}
+_NO_NAMES = {"intel", "amd", "r", "tm", "cpu", "processor", "core", "gen", "th", "genuine"}
 _FLUSHED = 2**28  # bytes, more than the cache of any GPU
 
 
@@ -212,6 +213,18 @@ def machine() -> dict[str, Any]:
     }
 
 
+def place(device: str, where: Mapping[str, Any]) -> str:
+    """The kind of machine that a result is from: ``cuda``, or ``cpu-`` and the processor's name.
+
+    Results of other machines are kept beside each other.
+    """
+    if device == "cuda":
+        return device
+    words = re.findall(r"[a-z]+", where["processor"].lower())
+    named = [word for word in words if word not in _NO_NAMES]
+    return f"cpu-{named[0]}" if named else "cpu"
+
+
 def parser(
     description: str | None, rounds: int, patience: float | None = None
 ) -> argparse.ArgumentParser:
@@ -271,7 +284,8 @@ def carry_out(
         mark = {True: "holds", False: "FAILS", None: "not measured"}[answer["holds"]]
         found = "" if answer["found"] is None else f": {answer['found']:.3g}"
         console.print(f"{mark}  {answer['what']}{found} ({answer['limit']})")
-    out = arguments.out or RESULTS / f"{result['benchmark']}-{arguments.device}.json"
+    where = place(arguments.device, result["environment"])
+    out = arguments.out or RESULTS / f"{result['benchmark']}-{where}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, result)
     console.print(f"Written to {out}")

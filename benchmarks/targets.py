@@ -40,11 +40,13 @@ def _at(lengths: Sequence[int], widths: Sequence[int] = (64, 128)) -> list[Where
     return [{"length": length, "width": width} for width in widths for length in lengths]
 
 
+_DECODED = [{"length": length, "batch": batch} for length in (128, 2048) for batch in (1, 16)]
 _GPU = _at((1024, 4096, 16384))
 TARGETS = (
-    Target("op", "cpu", "norm", "sdpa", 1.25, cells=_at((2048,), (64,))),
-    Target("op", "cpu", "gate", "sdpa", 1.5, cells=_at((2048,), (64,))),
-    Target("op", "cpu", "taylor:10", "sdpa", 2.0, cells=_at((2048,), (64,))),
+    Target("op", "cpu", "norm", "sdpa", 1.05, cells=_at((2048, 8192), (64,))),
+    Target("op", "cpu", "gate", "sdpa", 1.35, cells=_at((2048, 8192), (64,))),
+    Target("op", "cpu", "taylor:10", "sdpa", 1.7, cells=_at((2048, 8192), (64,))),
+    Target("op", "cpu", "linear_elu", "sdpa", 0.6, cells=_at((2048,), (64,))),
     Target("op", "cpu", "linear_elu", "sdpa", 0.4, cells=_at((8192,), (64,))),
     Target("op", "cpu", "norm", "materialised norm", 3.5, "speed", _at((2048,), (64,))),
     Target("op", "cpu", "gate", "materialised gate", 3.5, "speed", _at((2048,), (64,))),
@@ -61,6 +63,10 @@ TARGETS = (
     ),
     Target("step", "cpu", "norm", "softmax", 1.05),
     Target("step", "cpu", "softmax", "llama", 1.05),
+    Target("step", "cpu", "linear_elu", "softmax", 1.0),
+    Target("decode", "cpu", "softmax", "llama", 1.05, cells=_DECODED),
+    Target("decode", "cpu", "taylor:2", "llama", 1.5, cells=_DECODED[:2]),
+    Target("decode", "cpu", "taylor:2", "llama", 1.0, cells=_DECODED[2:]),
     Target("op", "cuda", "norm", "sdpa", 1.05, cells=_GPU),
     Target("op", "cuda", "gate", "sdpa*", 1.3, cells=_GPU),
     Target("op", "cuda", "taylor:10", "sdpa*", 1.3, cells=_GPU),
@@ -126,7 +132,7 @@ def _row(rows: Sequence[Mapping[str, Any]], name: str, cell: Where) -> Mapping[s
     def named(row: Mapping[str, Any]) -> bool:
         return row["name"].startswith(name[:-1]) if name.endswith("*") else row["name"] == name
 
-    here = [row for row in rows if named(row) and all(row[key] == cell[key] for key in cell)]
+    here = [row for row in rows if named(row) and all(row.get(key, 1) == cell[key] for key in cell)]
     return min(here, key=lambda row: row["seconds"]["median"], default=None)
 
 
@@ -146,5 +152,5 @@ def _place(target: Target) -> str:
 
 
 def _words(cell: Where) -> str:
-    short = {"length": "T", "width": "D"}
+    short = {"length": "T", "width": "D", "batch": "B"}
     return "; ".join(f"{short.get(key, key)}={value}" for key, value in cell.items())

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks is not installe
 
 from benchmarks.figures import draw_decode, draw_op
 from benchmarks.measure import FORMAT, RESULTS, spread
-from benchmarks.targets import TARGETS, judge
+from benchmarks.targets import TARGETS, Target, judge
 
 from softmax_rnn._utils.files import write_text
 from softmax_rnn.report import markdown
@@ -27,44 +27,70 @@ Row = Mapping[str, Any]
 
 HERE = Path(__file__).parent
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
-# In the order of the page, CPU before GPU; prepare runs on a CPU only.
-PLACES = (
+# In the order of the page, CPU before GPU; some run on a CPU only.
+BENCHMARKS = (
     *((name, device) for device in DEVICES for name in ("op", "recurrence", "step", "decode")),
     ("forgetting", "cpu"),
+    ("choice", "cpu"),
     ("prepare", "cpu"),
 )
 NONE = "not measured"
 
 
 def load(folder: Path) -> dict[tuple[str, str], Result]:
-    """Every result in the current format, by benchmark and device."""
+    """Every result in the current format, by benchmark and kind of machine."""
     found = {}
-    for benchmark, device in PLACES:
-        path = folder / f"{benchmark}-{device}.json"
-        if not path.exists():
-            continue
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data.get("format") == FORMAT:
-            found[benchmark, device] = data
-        else:
-            print(f"{path} has another format: run the benchmark again.")
+    for benchmark, device in BENCHMARKS:
+        for path in sorted(folder.glob(f"{benchmark}-{device}*.json")):
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data.get("format") == FORMAT:
+                found[benchmark, path.stem.removeprefix(f"{benchmark}-")] = data
+            else:
+                print(f"{path} has another format: run the benchmark again.")
     return found
 
 
+def title(place: str) -> str:
+    """The name of a kind of machine: ``GPU``, ``EPYC``."""
+    device, _, name = place.partition("-")
+    return {"epyc": "EPYC"}.get(name, name.title()) if name else DEVICES[device]
+
+
+def of(results: Results, benchmark: str, device: str) -> dict[str, Result]:
+    """The results of a benchmark, by kind of machine."""
+    return {
+        place: result
+        for (name, place), result in results.items()
+        if name == benchmark and place.partition("-")[0] == device
+    }
+
+
 def targets(results: Results) -> str:
-    """Every target with its measurement."""
-    rows = []
-    for benchmark, device in dict.fromkeys((t.benchmark, t.device) for t in TARGETS):
-        wanted = [t for t in TARGETS if (t.benchmark, t.device) == (benchmark, device)]
-        for answer in judge(results.get((benchmark, device), {}), wanted):
-            found = held = NONE
-            if answer["found"] is not None:
-                worst = f" at {answer['where']}" if answer["where"] else ""
-                found = spread({**answer, "median": answer["found"]}) + worst
-                held = "yes" if answer["holds"] else "**no**"
-            place = f"{benchmark}, {DEVICES[device]}"
-            rows.append([place, answer["what"], answer["limit"], found, held])
-    return table(["benchmark", "target", "limit", "measured [quartiles]", "held?"], rows, left=2)
+    """Every target with its measurement on each CPU, then those on a GPU."""
+    parts = []
+    for device, kind in DEVICES.items():
+        wanted = [t for t in TARGETS if t.device == device]
+        places = sorted({place for _, place in results if place.startswith(device)}) or [device]
+        rows = []
+        for target in wanted:
+            cells = [
+                _judged(results.get((target.benchmark, place), {}), target) for place in places
+            ]
+            answer = judge({}, [target])[0]
+            rows.append([target.benchmark, answer["what"], answer["limit"], *cells])
+        columns = ["benchmark", "target", "limit", *map(title, places)]
+        parts.append(f"On a {kind}:\n\n" + table(columns, rows, left=2))
+    return "\n\n".join(parts)
+
+
+def _judged(result: Result, target: Target) -> str:
+    """What was measured, its quartiles, and whether the target held."""
+    answer = judge(result, [target])[0]
+    if answer["found"] is None:
+        return NONE
+    worst = f" at {answer['where']}" if answer["where"] else ""
+    held = "holds" if answer["holds"] else "**fails**"
+    return f"{spread({**answer, 'median': answer['found']})}{worst}: {held}"
 
 
 def machines(results: Results) -> str:
@@ -73,7 +99,7 @@ def machines(results: Results) -> str:
         return f"Nothing: {NONE}."
     places: dict[str, list[str]] = {}
     rows = []
-    for (benchmark, device), result in results.items():
+    for (benchmark, kind), result in results.items():
         where, top = result["environment"], result["ceiling"]
         packages = [f"{name} {version}" for name, version in where["packages"].items()]
         versions = ", ".join([*packages, *result.get("peers", [])])
@@ -82,7 +108,7 @@ def machines(results: Results) -> str:
             f"{where['processor']}, {where['cores']} cores, {where['memory_bytes'] / 2**30:.0f} GiB"
             f"{gpus}; {where['platform']}, Python {where['python']}, {versions}"
         )
-        name = f"{benchmark}, {DEVICES[device]}"
+        name = f"{benchmark}, {title(kind)}"
         places.setdefault(place, []).append(name)
         rows.append(
             [
@@ -104,11 +130,11 @@ def missing(results: Results) -> str:
     """What was not measured, and why."""
     lines = [
         f"- {benchmark} on a {DEVICES[device]}: {NONE}."
-        for benchmark, device in PLACES
-        if (benchmark, device) not in results
+        for benchmark, device in BENCHMARKS
+        if not of(results, benchmark, device)
     ]
-    for (benchmark, device), result in results.items():
-        place = f"{benchmark}, {DEVICES[device]}"
+    for (benchmark, kind), result in results.items():
+        place = f"{benchmark}, {title(kind)}"
         if result.get("not_installed"):
             lines.append(f"- {place}: not installed: {', '.join(result['not_installed'])}.")
         for key, value in result.get("not_timed", {}).items():
@@ -191,9 +217,18 @@ def step(result: Result) -> str:
 
 def decode(result: Result) -> str:
     """Every model after every prompt."""
-    columns = ["prompt", "name", "cache", "tokens/s", "time / Llama [quartiles]", "prompt, ms"]
+    columns = [
+        "batch",
+        "prompt",
+        "name",
+        "cache",
+        "tokens/s",
+        "time / Llama [quartiles]",
+        "prompt, ms",
+    ]
     rows = [
         [
+            str(row.get("batch", 1)),
             str(row["length"]),
             _code(row),
             row["cache"],
@@ -207,10 +242,10 @@ def decode(result: Result) -> str:
         for row in result["rows"]
     ]
     head = (
-        f"The {result['preset']} preset, {_dtype(result)}, batch {result['batch']}, "
-        f"{result['new_tokens']} tokens a round:\n\n"
+        f"The {result['preset']} preset, {_dtype(result)}, {result['new_tokens']} tokens a "
+        "round:\n\n"
     )
-    return head + table([*columns, "cache, MiB", "extra MiB", "B/s"], rows, left=3)
+    return head + table([*columns, "cache, MiB", "extra MiB", "B/s"], rows, left=4)
 
 
 def recurrence(result: Result) -> str:
@@ -220,6 +255,22 @@ def recurrence(result: Result) -> str:
         for row in result["verdicts"]
     ]
     return table(["expectation", "limit", "measured", "held?"], rows)
+
+
+def choice(result: Result) -> str:
+    """Each cell's two forms, and auto over the faster one."""
+    rows = []
+    for row in result["rows"]:
+        cells = [
+            f"{1e3 * row['seconds'][name]['median']:.2f}" if name in row["seconds"] else "slower"
+            for name in row["predicted"]
+        ]
+        sizes = [str(row[key]) for key in ("length", "width", "order")]
+        rows.append([*sizes, *cells, spread(row["auto_over_best"])])
+    worst = result["verdicts"][0]
+    head = f"The worst of {len(rows)} cells: {worst['found']:.2f} ({worst['limit']}).\n\n"
+    columns = ["T", "d", "order", "pairs, ms", "chunked, ms", "auto / the faster [quartiles]"]
+    return head + table(columns, rows, left=1)
 
 
 def prepare(result: Result) -> str:
@@ -274,6 +325,7 @@ PARTS: dict[str, Callable[[Result], str]] = {
     "step": step,
     "decode": decode,
     "recurrence": recurrence,
+    "choice": choice,
     "prepare": prepare,
 }
 FIGURES: dict[str, tuple[Callable[[Result, Path], None], str]] = {
@@ -284,9 +336,9 @@ FIGURES: dict[str, tuple[Callable[[Result, Path], None], str]] = {
 
 def figures(results: Results, folder: Path) -> None:
     """Draw the figures of the measured benchmarks."""
-    for (benchmark, device), result in results.items():
+    for (benchmark, place), result in results.items():
         if benchmark in FIGURES:
-            FIGURES[benchmark][0](result, folder / f"performance_{benchmark}_{device}.png")
+            FIGURES[benchmark][0](result, folder / f"performance_{benchmark}_{place}.png")
 
 
 def fill(text: str, results: Results) -> str:
@@ -296,14 +348,15 @@ def fill(text: str, results: Results) -> str:
         "machines": machines(results),
         "missing": missing(results),
     }
-    for benchmark, device in PLACES:
-        part = NONE
-        if result := results.get((benchmark, device)):
-            part = PARTS[benchmark](result)
+    for benchmark, device in BENCHMARKS:
+        shown = []
+        for place, result in of(results, benchmark, device).items():
+            part = f"**{title(place)}.** {PARTS[benchmark](result)}"
             if benchmark in FIGURES:
-                image = f"images/performance_{benchmark}_{device}.png"
+                image = f"images/performance_{benchmark}_{place}.png"
                 part = f"![{FIGURES[benchmark][1]}]({image})\n\n{part}"
-        parts[f"{benchmark} {device}"] = part
+            shown.append(part)
+        parts[f"{benchmark} {device}"] = "\n\n".join(shown) or NONE
     return markdown.fill(text, parts)
 
 

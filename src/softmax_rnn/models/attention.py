@@ -91,6 +91,9 @@ class LlamaAttention(Attention):
                 "use a RecurrentCache (for a finite series), or use_cache=False."
             )
         log_decay = projected.log_decay
+        if log_decay is None and projected.outside_k is None:
+            k, v = cache.update(projected.k, projected.v, self.layer_idx)
+            return projected._replace(k=k, v=v)
         fixed = log_decay is None or log_decay.ndim == 1  # the same for every token
         parts = [projected.k, projected.outside_k, None if fixed else log_decay]
         found = [x.reshape(*projected.k.shape[:3], -1) for x in parts if x is not None]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from softmax_rnn._utils.errors import unknown
-from softmax_rnn.ops.cost import chunked_cost, cost_of_pairs, sizes_of
+from softmax_rnn.ops.cost import Sizes, chunked_cost, cost_of_pairs, sizes_of
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.forms import fused, native, triton
+from softmax_rnn.ops.forms import fused, native, native_library, triton
 from softmax_rnn.ops.forms.blocked import blocked
 from softmax_rnn.ops.forms.chunked import chunked
 from softmax_rnn.ops.forms.dense import dense
@@ -23,7 +23,7 @@ from softmax_rnn.ops.forms.row_sums import RowSums
 from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.series import MAX_RADIUS, order_for
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.speeds import Engine
+from softmax_rnn.ops.speeds import Engine, Speeds, speeds
 from softmax_rnn.ops.state import fits, require_memory
 from softmax_rnn.ops.validation import check_per_key
 from softmax_rnn.ops.variants import resolve
@@ -60,7 +60,7 @@ def _has_state(spec: AttentionSpec, device: str) -> bool:
 
 # form="auto" prefers earlier forms, but chooses chunked where its cost is lower.
 FORMS: dict[str, Form] = {
-    "native": Form(native.native, native.supports, refuses=native.refuses),
+    "native": Form(native.native, native.supports, refuses=native.refuses, maps=True),
     "fused": Form(fused.fused, fused.supports, refuses=fused.refuses),
     "triton": Form(triton.triton, triton.supports, refuses=triton.refuses, maps=True),
     "blocked": Form(blocked),
@@ -70,6 +70,8 @@ FORMS: dict[str, Form] = {
     "dense": Form(dense),
 }
 
+# What auto chooses from for one query on a CPU: the others have more operations.
+_ONE_QUERY = ("fused", "blocked", "dense")
 # The forms that compute every pair of a finite series; chunked may be faster.
 _PAIRS: dict[str, Engine] = {"native": "native", "triton": "torch", "blocked": "torch"}
 
@@ -80,6 +82,13 @@ def forms(spec: AttentionSpec | str, device: torch.device | str = "cpu") -> tupl
     if spec.outside == "series":  # every form that computes the series takes the window as well
         spec = replace(spec, window=None, global_keys=0, outside="hidden")
     return tuple(name for name, form in FORMS.items() if form.supports(spec, kind))
+
+
+def _candidates(form: str, spec: AttentionSpec, q: Tensor, stateful: bool) -> list[str]:
+    """The forms to choose from; of a decoded token only those that could be the fastest."""
+    if form == "auto" and q.shape[2] == 1 and q.device.type == "cpu" and not stateful:
+        return [name for name in _ONE_QUERY if FORMS[name].supports(spec, "cpu")]
+    return [name for name in forms(spec, q.device) if FORMS[name].stateful or not stateful]
 
 
 def choose(
@@ -108,7 +117,7 @@ def choose(
     wants_state = stateful or (form != "auto" and FORMS[form].stateful)
     if wants_state:
         _require_state(spec, q, k)
-    candidates = [name for name in forms(spec, q.device) if FORMS[name].stateful or not stateful]
+    candidates = _candidates(form, spec, q, stateful)
     per_key_mask = mask is None or mask.shape[1] == mask.shape[2] == 1
     if wants_state:
         check_per_key(mask)
@@ -145,11 +154,21 @@ def _cheapest(
         return "recurrent" if k.shape[2] == 1 else "chunked"
     if candidates[0] in _PAIRS and "chunked" in candidates:
         sizes, engine = sizes_of(spec, q, k, v, causal), _PAIRS[candidates[0]]
-        if chunked_cost(sizes) < cost_of_pairs(sizes, engine) and fits(spec, q, k, v):
+        pays = _chunks_pay if torch.compiler.is_compiling() else _known_to_pay
+        if pays(sizes, engine, native_library.threads(), speeds(engine)) and fits(spec, q, k, v):
             return "chunked"
     if candidates[0] == "blocked" and q.shape[2] == 1:
         return "dense"  # one row of weights needs no blocks, which take more operations
     return candidates[0]
+
+
+def _chunks_pay(sizes: Sizes, engine: Engine, _threads: int, known: Speeds) -> bool:
+    """Whether chunks cost less than pairs; the number of threads is a part of the cache's key."""
+    return chunked_cost(sizes) < cost_of_pairs(sizes, engine, known)
+
+
+# The cost model takes a tenth of a millisecond, as long as a small layer's passes.
+_known_to_pay = functools.lru_cache(maxsize=1024)(_chunks_pay)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from softmax_rnn.ops.forms import native_maps
 from softmax_rnn.ops.forms.first_order import differentiated
 from softmax_rnn.ops.forms.row_sums import compute_dtype
 
@@ -19,27 +20,36 @@ from softmax_rnn.ops.forms.row_sums import compute_dtype
 def _elu1(x: Tensor) -> Tensor:
     x = x.to(compute_dtype(x.dtype))
     if torch.compiler.is_compiling() or not differentiated(x):
-        return _elu1_value(x)
+        return elu1(x)
     mapped: Tensor = _Elu1.apply(x)
     return mapped
 
 
-def _elu1_value(x: Tensor) -> Tensor:
+def elu1(x: Tensor) -> Tensor:
     """``x + 1`` above zero, else ``exp(x)``: always the larger one.
 
     ``elu(x) + 1`` would lose digits below zero.
     """
+    if native_maps.suits(x):
+        return native_maps.elu1(x)
     return torch.maximum(x + 1, x.clamp(max=0).exp())
 
 
+def elu1_gradient(mapped: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of x from that of ``mapped = elu1(x)``: ``elu1' = min(elu1, 1)``."""
+    if native_maps.suits(mapped, grad):
+        return native_maps.elu1_gradient(mapped, grad)
+    return grad * mapped.clamp(max=1)
+
+
 class _Elu1(torch.autograd.Function):
-    """:func:`_elu1_value` with half the memory passes of autograd: ``phi' = min(phi, 1)``."""
+    """:func:`elu1` with half the memory passes of autograd."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
-        return _elu1_value(x)
+        return elu1(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -49,7 +59,7 @@ class _Elu1(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (mapped,) = ctx.saved_tensors
-        return grad * mapped.clamp(max=1)
+        return elu1_gradient(mapped, grad)
 
     jvp = backward
 

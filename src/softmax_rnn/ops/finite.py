@@ -111,10 +111,15 @@ def _out_of_range(sums: RowSums, spec: AttentionSpec, k: Tensor, v: Tensor) -> b
     """Whether a key's powers times its value may be out of range for the state."""
     if sums.state is None or not k.numel() or not v.numel():
         return False
-    largest = [float(x.detach().abs().max()) for x in (k, v)]
-    limits, order = torch.finfo(sums.state.dtype), degrees(spec)[1]
-    size = order * math.log(max(1.0, largest[0])) + math.log(max(1.0, largest[1]) * k.shape[2])
-    return not size < math.log(limits.max) or _vanishes(spec, largest[0], limits.tiny)
+    key, value = (float(x.detach().abs().max()) for x in (k, v))
+    return not in_range(spec, key, value, k.shape[2], sums.state.dtype)
+
+
+def in_range(spec: AttentionSpec, key: float, value: float, keys: int, dtype: torch.dtype) -> bool:
+    """Whether powers of the largest key times the largest value are in range for a state."""
+    limits, order = torch.finfo(dtype), degrees(spec)[1]
+    size = order * math.log(max(1.0, key)) + math.log(max(1.0, value) * keys)
+    return size < math.log(limits.max) and not _vanishes(spec, key, limits.tiny)
 
 
 def _vanishes(spec: AttentionSpec, longest: float, tiny: float) -> bool:

@@ -114,7 +114,7 @@ class Attention(AttentionCore):
             flat = list(x.split([part.shape[-1] for part in flat], -1))
         widths = self.qk_dim, self.qk_dim, self.head_dim
         q, k, v = (
-            x.unflatten(-1, (-1, width)).transpose(1, 2)
+            x.reshape(*x.shape[:2], -1, width).transpose(1, 2)
             for x, width in zip(flat, widths, strict=True)
         )
         if position_embeddings is not None and self.options.rotary:
@@ -188,8 +188,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         half = torch.arange(turning // 2, device=cos.device) * full // turning
         chosen = torch.cat((half, half + full // 2))
         cos, sin = cos[..., chosen], sin[..., chosen]
-    x, rest = x[..., :turning], x[..., turning:]
+    rest = None
+    if turning < width:
+        x, rest = x[..., :turning], x[..., turning:]
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     x = x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
-    return torch.cat((x, rest), dim=-1) if rest.shape[-1] else x
+    return x if rest is None else torch.cat((x, rest), dim=-1)

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
+from softmax_rnn.ops import decoding
 from softmax_rnn.ops.decay import check_decay, per_key_decay
 from softmax_rnn.ops.denominators import row_sum
 from softmax_rnn.ops.dispatch import FORMS, choose, forms
@@ -174,12 +175,22 @@ def attention(
     check_extra("coefficients", coefficients, spec.learned_coefficients, (heads, _terms(spec)), q)
     check_extra("sink", sink, spec.denominator == "sum_plus_sink", (heads,), q)
     check_extra("outside_scale", outside_scale, spec.outside == "series", (heads,), q, False)
-    check_outside(outside_q, outside_k, q, k, spec)
+    if outside_q is not None or outside_k is not None:
+        check_outside(outside_q, outside_k, q, k, spec)
     check_decay(log_decay, spec, k, causal)
     if state is not None:
         check_state(state, spec, k, v, outside_k)
     if state is not None or return_state:
         check_per_key(mask)
+    if queries == 1 and output_gate is None and decoding.applies(q, k, v, form, mask):
+        if state is None and not return_state:
+            alone = decoding.over_keys(q, k, v, spec)
+            if alone is not None:
+                return alone
+        elif state is not None and return_state and keys == 1:
+            after = decoding.after_state(q, k, v, spec, state, log_decay)
+            if after is not None:
+                return after
 
     input_dtype, dtype, inputs = q.dtype, compute_dtype(q.dtype), (q, k, v)
     with no_autocast(q.device.type):

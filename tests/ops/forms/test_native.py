@@ -243,5 +243,5 @@ def test_the_sources_are_part_of_the_package() -> None:
     patterns = project["tool"]["setuptools"]["package-data"]["softmax_rnn"]
     package = Path(sr.__file__).parent
     files = {path for pattern in patterns for path in package.glob(pattern)}
-    assert len(native_library.SOURCES) == 2
+    assert len(native_library.SOURCES) == 4
     assert files >= {native_library.HEADER, *native_library.SOURCES}

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.library import Library
 
 from softmax_rnn.ops.decay import log_decay_grad
+from softmax_rnn.ops.feature_maps import FEATURE_MAPS, elu1, elu1_gradient
 from softmax_rnn.ops.forms import fused, native_library
 from softmax_rnn.ops.forms.blocks import Blocks, block_length
 from softmax_rnn.ops.forms.first_order import first_order
@@ -71,11 +72,14 @@ def native(
     mask: Tensor | None,
     log_decay: Tensor | None = None,
 ) -> RowSums:
-    """As :func:`softmax_rnn.ops.forms.dense.dense`, without storing the T x S weights.
+    """As :func:`softmax_rnn.ops.forms.dense.dense`, of q and k before the feature map.
 
-    The mask is per key. The results are the same in every run with the same number of threads.
+    The T x S weights are not stored. The mask is per key. The results are the same in every run
+    with the same number of threads.
     """
     q, k, v = (x.to(compute_dtype(x.dtype)) for x in (q, k, v))
+    if spec.feature_map != "elu1":  # which the function below applies, with less overhead
+        q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
     # The powers of `scale_free` specs are scaled by row, which a quotient would not show.
     quotient = spec.row_sum == RowSum() and spec.sign_definite and not spec.scale_free
     numerator, weight_sum, log_scale = _NativeSums.apply(
@@ -105,6 +109,9 @@ class _NativeSums(torch.autograd.Function):
         causal: bool,
         quotient: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if spec.feature_map == "elu1":
+            q, k = elu1(q), elu1(k)
+        ctx.maps = spec.feature_map == "elu1"
         total = first = None
         if log_decay is not None:
             blocks = Blocks(q, k, v, log_decay, None, None, spec, causal, _BLOCK)
@@ -135,13 +142,15 @@ class _NativeSums(torch.autograd.Function):
         ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
         *inputs, maximum, numerator, weight_sum = ctx.saved_tensors
-        q, _, v, _, total, _ = inputs
+        q, k, v, _, total, _ = inputs
         if grad is None:
             grad = q.new_zeros(*q.shape[:-1], v.shape[-1])
         gradients = torch.ops.softmax_rnn.native_gradients(
             *inputs, *ctx.options, maximum, numerator, weight_sum, grad, grad_sum
         )
         dq, dk, dv, by_query, by_key = gradients
+        if ctx.maps:
+            dq, dk = elu1_gradient(q, dq), elu1_gradient(k, dk)
         dlog_decay = None if total is None else log_decay_grad(by_query, by_key)
         return dq, dk, dv, dlog_decay, None, None, None, None
 

@@ -69,14 +69,14 @@ def threads() -> int:
 def run(
     name: str, call: type[ctypes.Structure], tensors: dict[str, Tensor], **numbers: object
 ) -> None:
-    """Call a function of the library, of the floating-point type of ``tensors["q"]``.
+    """Call a function of the library, of the floating-point type of the first tensor.
 
     ``call`` is the structure of its argument. Its pointers are those of ``tensors``, which are
     contiguous, and 0 where there is none.
     """
     pointers = {name: x.data_ptr() for name, x in tensors.items()}
     arguments = call(**pointers, **numbers, threads=threads())
-    dtype = str(tensors["q"].dtype).removeprefix("torch.")
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     load()[f"{name}_{dtype}"](ctypes.byref(arguments))
 
 

@@ -163,7 +163,9 @@ template <class T> void weigh(const Tile<T>& tile, int64_t i, T* numerator, T& t
     for (int64_t j = row.from; j < row.to; j += L::N) {
       const Vec<T> score = at_most(at(x + j), clamp);
       Vec<T> weight;
-      if (c.terms) {
+      if (c.terms == 2) {
+        weight = score * coefficients[1] + coefficients[0];
+      } else if (c.terms) {
         weight = Vec<T>{} + coefficients[c.terms - 1];
         for (int64_t n = c.terms - 2; n >= 0; n--) weight = weight * score + coefficients[n];
       } else {
@@ -193,7 +195,10 @@ template <class T> T slopes(const Tile<T>& tile, int64_t i, T dsum, T largest, T
     const Vec<T> raw = at(x + j), dweight = at(dx + j) + dsum;
     const Int<T> visible = row.visible(j);
     Vec<T> score = at_most(raw, clamp), weight, slope;
-    if (c.terms) {
+    if (c.terms == 2) {  // linear attention: a loop would take longer than the rest
+      weight = score * coefficients[1] + coefficients[0];
+      slope = Vec<T>{} + coefficients[1];
+    } else if (c.terms) {
       weight = Vec<T>{} + coefficients[c.terms - 1];
       slope = Vec<T>{};
       for (int64_t n = c.terms - 2; n >= 0; n--) {

@@ -53,7 +53,8 @@ def without_autocast(backward: Backward) -> Backward:
 
 def no_autocast(device: str) -> AbstractContextManager[None]:
     """Disable autocast, as sums choose their own precision; some devices (meta) have none."""
-    return torch.autocast(device, enabled=False) if _has_autocast(device) else nullcontext()
+    enabled = _has_autocast(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if enabled else nullcontext()
 
 
 # Older versions of torch.compile cannot trace this.

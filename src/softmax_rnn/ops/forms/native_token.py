@@ -1,0 +1,106 @@
+"""One token after a state in C++, for a CPU: the plain quotient of a finite series, undecorated.
+
+In decoding, calling operations takes longer than computing them, so everything is one call. Where a
+sum is not clearly right, for example within its rounding errors, the caller takes the general way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from softmax_rnn.ops.decay import MIN_LOG_DECAY
+from softmax_rnn.ops.forms import native_library
+from softmax_rnn.ops.monomials import cumulative_dimension, degrees, monomial_factors, row_weights
+from softmax_rnn.ops.spec import AttentionSpec, RowSum
+
+_MAPS = {"identity": 0, "elu1": 1, "relu": 2}
+
+
+class Token(NamedTuple):
+    """The result for a token.
+
+    Attributes:
+        out: [B, H, 1, E].
+        sums: those of the state after it, [B, Hkv, E + 1, rows].
+        largest_key: the largest number of the mapped keys.
+        largest_value: that of the values.
+    """
+
+    out: Tensor
+    sums: Tensor
+    largest_key: float
+    largest_value: float
+
+
+class _Call(ctypes.Structure):
+    """``Call`` of native_token.cpp: pointers (0 for none) and numbers.
+
+    ``found`` are three numbers: whether a sum is unsure, the largest key and value.
+    """
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "state", "weights", "log_decay")),
+        *((name, ctypes.c_void_p) for name in ("parents", "factors", "out", "next", "found")),
+        *((name, ctypes.c_int64) for name in ("heads", "groups", "width", "values")),
+        *((name, ctypes.c_int64) for name in ("monomials", "rows", "map", "noisy", "threads")),
+        ("scale", ctypes.c_double),
+    )
+
+
+class _Constants(NamedTuple):
+    tensors: dict[str, Tensor]
+    numbers: dict[str, float]
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sums: Tensor, log_decay: Tensor | None
+) -> Token | None:
+    """The output for a token, or ``None`` if it is not covered or not certain."""
+    constants = _constants(spec, q.shape[3], q.dtype)
+    if constants is None or not native_library.ready():
+        return None
+    given = {"q": q.contiguous(), "k": k.contiguous(), "v": v.contiguous()}
+    given["state"] = sums.contiguous()
+    if log_decay is not None:
+        each = log_decay.double().clamp(min=MIN_LOG_DECAY)
+        given["log_decay"] = each.reshape(-1) if log_decay.ndim > 1 else each.repeat(len(k))
+    found, out = torch.empty(3, dtype=torch.float64), q.new_empty(*q.shape[:3], v.shape[3])
+    given |= {"out": out, "next": torch.empty_like(given["state"]), "found": found}
+    native_library.run(
+        "token",
+        _Call,
+        given | constants.tensors,
+        heads=k.shape[0] * k.shape[1],
+        groups=q.shape[1] // k.shape[1],
+        width=q.shape[3],
+        values=v.shape[3],
+        **constants.numbers,
+    )
+    unsure, key, value = found.tolist()
+    return None if unsure else Token(out, given["next"], key, value)
+
+
+@functools.lru_cache(maxsize=64)
+def _constants(spec: AttentionSpec, width: int, dtype: torch.dtype) -> _Constants | None:
+    """What does not change between tokens; ``None`` for a spec that is not covered."""
+    plain = spec.norm == "none" and spec.output_gate == "none" and not spec.input_gate
+    series = spec.has_state and spec.window is None and not spec.learned_coefficients
+    covered = plain and series and spec.row_sum == RowSum() and spec.decay != "channel"
+    if not covered or spec.feature_map not in _MAPS or dtype not in (torch.float32, torch.float64):
+        return None
+    weights = row_weights(spec, width, dtype)
+    parents, factors = monomial_factors(width, degrees(spec)[1])
+    tensors = {"parents": torch.from_numpy(parents), "factors": torch.from_numpy(factors)}
+    numbers = {
+        "monomials": cumulative_dimension(width, degrees(spec)[1]),
+        "rows": len(weights),
+        "map": _MAPS[spec.feature_map],
+        "noisy": spec.terms_can_cancel or not spec.sign_definite,
+        "scale": spec.score_scale(width),
+    }
+    return _Constants(tensors | {"weights": weights}, numbers)

@@ -1,0 +1,147 @@
+"""Decoding: one call for the usual attentions, with the results and errors of the general way."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import softmax_rnn as sr
+from softmax_rnn.ops import decoding
+from softmax_rnn.ops.forms import native_library, native_token
+
+needs_library = pytest.mark.skipif(
+    not native_library.possible(), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
+)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
+SPECS = {
+    **{name: sr.variant(name) for name in ("linear_elu", "linear_relu", "taylor:2", "taylor:3")},
+    **{name: sr.variant(name) for name in ("power:2", "taylor:0")},
+    "relu": sr.AttentionSpec(series="taylor", order=3, feature_map="relu"),
+    "signed": sr.AttentionSpec(series="polynomial", coefficients=(0.3, -0.5, 0.0, 0.2)),
+    "token": sr.AttentionSpec(series="taylor", order=2, decay="token"),
+    "head": sr.AttentionSpec(series="taylor", order=2, decay="head", scale=-0.5),
+}
+
+COVERED = SPECS.keys() - {"linear_relu", "taylor:3"}  # whose denominators have an offset or floor
+
+
+def normal(draw: torch.Generator, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype)
+
+
+def general(patch: pytest.MonkeyPatch, *args: Any, **options: Any) -> Any:
+    with patch.context() as inner:
+        inner.setattr(decoding, "applies", lambda *_: False)
+        return sr.attention(*args, **options)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", SPECS)
+def test_a_token_after_a_state(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Widths, groups, batches and layouts; the result and the state of the general way."""
+    pick, draw, spec = random.Random(name), torch.Generator().manual_seed(0), SPECS[name]
+    taken = []
+    step = native_token.step
+    monkeypatch.setattr(native_token, "step", lambda *x: taken.append(step(*x)) or taken[-1])
+    for _ in range(10):
+        batch, heads, groups = pick.choice([1, 3]), pick.choice([1, 2]), pick.choice([1, 2])
+        width, values = pick.choice([1, 4, 17]), pick.choice([1, 6])
+        shape, scale = (batch, 30, heads, width), pick.choice([1e-3, 1.0, 10.0])
+        k = normal(draw, *shape, dtype=dtype).transpose(1, 2) * scale
+        v = normal(draw, batch, heads, 30, values, dtype=dtype)
+        q = normal(draw, batch, heads * groups, 30, width, dtype=dtype)
+        options: dict[str, Any] = {"return_state": True}
+        state, decay = None, {}
+        for here in (slice(0, 29), slice(29, 30)):
+            piece = [x[:, :, here] for x in (q, k, v)]
+            if spec.decay != "none":
+                rates = normal(draw, batch, heads, piece[0].shape[2]).square()
+                decay = {"log_decay": -rates if spec.decay == "token" else -rates[0, :, 0]}
+            if state is None:
+                state = sr.attention(*piece, spec, **options, **decay)[1]
+        found = sr.attention(*piece, spec, state=state, **options, **decay)
+        expected = general(monkeypatch, *piece, spec, state=state, **options, **decay)
+        for a, b in ((found[0], expected[0]), (found[1].sums, expected[1].sums)):
+            assert a.dtype == b.dtype
+            assert (a - b).norm() <= TOLERANCE[dtype] * b.norm().clamp(min=1e-30), options
+        assert (found[1].tokens, found[1].visible.tolist()) == (30, [30] * batch)
+    # A sum with both signs may be within its rounding errors.
+    assert sum(token is not None for token in taken) >= (8 if name in COVERED else 0)
+
+
+@needs_library
+def test_a_sum_that_cancels_takes_the_general_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, spec = torch.Generator().manual_seed(0), sr.AttentionSpec(series="power", order=1)
+    k, v = (normal(draw, 1, 1, 31, 2, dtype=torch.float32) for _ in range(2))
+    _, state = sr.attention(k[:, :, :30], k[:, :, :30], v[:, :, :30], spec, return_state=True)
+    total = state.sums[:, :, -1:] + k[:, :, 30:]
+    across = torch.stack([total[..., 1], -total[..., 0]], dim=-1)  # so that the terms cancel
+    arguments = across, k[:, :, 30:], v[:, :, 30:], spec
+    assert native_token.step(*arguments, state.sums, None) is None
+    found = sr.attention(*arguments, state=state, return_state=True)
+    expected = general(monkeypatch, *arguments, state=state, return_state=True)
+    assert torch.equal(found[0], expected[0])
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"k": 1e25}, OverflowError),
+        ({"v": float("inf")}, FloatingPointError),
+        ({"k": float("nan")}, FloatingPointError),
+        ({"q": float("nan")}, None),
+    ],
+)
+def test_errors_are_those_of_the_general_way(
+    change: dict[str, float], error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    given = {name: normal(draw, 1, 2, 1, 4, dtype=torch.float32) for name in "qkv"}
+    _, state = sr.attention(*given.values(), "taylor:2", return_state=True)
+    for name, value in change.items():
+        given[name][0, 1, 0, 2] = value
+    for compute in (sr.attention, lambda *x, **y: general(monkeypatch, *x, **y)):
+        arguments: dict[str, Any] = {"state": state, "return_state": True}
+        if error is None:
+            out = compute(*given.values(), "taylor:2", **arguments)[0]
+            assert out.isnan().any()
+        else:
+            with pytest.raises(error):
+                compute(*given.values(), "taylor:2", **arguments)
+
+
+@needs_library
+def test_gradients_take_the_general_way() -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (normal(draw, 1, 2, 1, 4) for _ in range(3))
+    _, state = sr.attention(q, k, v, "taylor:2", return_state=True)
+    k.requires_grad_()
+    out, after = sr.attention(q, k, v, "taylor:2", state=state, return_state=True)
+    assert torch.autograd.grad(out.sum() + after.sums.sum(), k)[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["softmax", "norm", "gate"])
+def test_a_query_over_keys(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, spec = torch.Generator().manual_seed(0), sr.variant(name)
+    q = normal(draw, 2, 4, 1, 8, dtype=dtype)
+    k, v = (normal(draw, 2, 37, 2, 8, dtype=dtype).transpose(1, 2) for _ in range(2))
+    gate = {"output_gate": torch.rand(2, 4, 1).to(dtype)} if name == "gate" else {}
+    with torch.inference_mode():
+        found = sr.attention(q, k, v, spec, **gate)
+    expected = sr.attention(*(x.double() for x in (q, k, v)), spec, form="dense", **gate)
+    assert found.dtype == dtype
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    assert (found.double() - expected).norm() <= tolerance * expected.norm()
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which does not change the precision
+        assert torch.equal(sr.attention(q, k, v, spec, **gate), found)
+    alone = decoding.over_keys(q, k, v, spec)
+    assert (alone is not None) == (name == "softmax")
