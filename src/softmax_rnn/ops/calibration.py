@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from softmax_rnn.ops import speeds
 from softmax_rnn.ops.cost import Sizes, work_of_chunks, work_of_pairs
@@ -16,28 +18,25 @@ from softmax_rnn.ops.forms import native_library
 from softmax_rnn.ops.forms.blocked import blocked
 from softmax_rnn.ops.forms.chunked import chunked
 from softmax_rnn.ops.forms.native import native
+from softmax_rnn.ops.operation import attention
 from softmax_rnn.ops.speeds import SHIPPED, Engine, Speeds, Work
 from softmax_rnn.ops.variants import resolve
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Inputs = tuple[Tensor, Tensor, Tensor]
 
 _HEADS = 8
-# length, width, order; and the chunk length. Each number of `Work` matters in some of them.
-_PAIRS = ((256, 8, 1), (256, 64, 4), (512, 32, 2), (1024, 8, 4), (1024, 64, 1), (1024, 16, 2))
+# A short call, whose start matters: length, width, order.
+_SHORT = (256, 8, 2)
+# And longer ones, and the chunk length: each other number of `Work` matters in some of them.
+_PAIRS = ((256, 64, 4), (512, 32, 2), (1024, 8, 4), (1024, 64, 1), (1024, 16, 2))
 _CHUNKS = (
-    *((256, 8, 1, 64), (1024, 8, 4, 128), (1024, 16, 2, 64), (512, 64, 1, 256)),
-    *((1024, 64, 1, 64), (256, 64, 2, 64), (512, 32, 2, 256), (256, 16, 3, 64)),
+    *((256, 8, 2, 64), (512, 8, 4, 128), (512, 16, 2, 64), (512, 64, 1, 256), (1024, 64, 1, 64)),
+    *((256, 64, 2, 64), (256, 32, 2, 256), (256, 16, 3, 64)),
 )
-_ROUNDS = 4
+_ROUNDS = 3
+_BACKWARD = 3.0  # the time of a backward pass, in forward passes
 # How far a number stays from the shipped one if the measurements say little about it.
 _TRUST, _FURTHEST = 0.03, 30.0
-
-
-class _Sample(NamedTuple):
-    """A call to time, and the work that it does."""
-
-    run: Callable[[], object]
-    work: Work
 
 
 def calibrate() -> Path:
@@ -49,31 +48,44 @@ def calibrate() -> Path:
     Returns:
         The file, in the cache folder.
     """
-    native_library.ready()
-    engines: list[Engine] = [name for name in SHIPPED if name == "torch" or native_library.ready()]
-    return speeds.save({engine: _measured(engine) for engine in engines})
+    found: dict[Engine, Speeds] = {"torch": _measured("torch")}
+    if native_library.ready():
+        found["native"] = _measured("native")
+    return speeds.save(found)
 
 
-@torch.no_grad()
 def _measured(engine: Engine) -> Speeds:
-    form, shipped = (native if engine == "native" else blocked), SHIPPED[engine]
-    pairs, chunks = [], []
-    for length, width, order in _PAIRS:
-        sizes, data = _sizes(length, width, order, engine), _inputs(length, width)
+    form = native if engine == "native" else blocked
+    pairs, chunks = _Samples(), _Samples()
+    sizes, data = _sizes(*_SHORT, engine), _inputs(*_SHORT[:2])
+    options: dict[str, Any] = {"causal": True, "mask": None}
+    ways: dict[str, Callable[[], Tensor]] = {
+        "pairs": lambda: form(*data, sizes.spec, **options).numerator,
+        "chunks": lambda: chunked(*data, sizes.spec, **options, engine="torch").numerator,
+    }
+    if engine == "native":  # what follows differs: its sums of pairs are divided already
+        ways = {
+            "pairs": lambda: attention(*data, sizes.spec, form="native"),
+            "chunks": lambda: attention(*data, sizes.spec, form="chunked"),
+        }
+    pairs.add(lambda: ways["pairs"]().sum().backward(), _trained(work_of_pairs(sizes, engine)))
+    chunks.add(lambda: ways["chunks"]().sum().backward(), _trained(work_of_chunks(sizes)))
+    with torch.no_grad():
+        for length, width, order in _PAIRS:
+            sizes, data = _sizes(length, width, order, engine), _inputs(length, width)
+            pairs.add(
+                functools.partial(form, *data, sizes.spec, **options), work_of_pairs(sizes, engine)
+            )
+        for length, width, order, chunk in _CHUNKS:
+            sizes, data = _sizes(length, width, order, engine), _inputs(length, width)
+            run = functools.partial(chunked, *data, sizes.spec, **options, engine=engine)
+            chunks.add(functools.partial(run, chunk=chunk), work_of_chunks(sizes, chunk))
+    return Speeds(pairs.fitted(SHIPPED[engine].pairs), chunks.fitted(SHIPPED[engine].chunks))
 
-        def every_pair(sizes: Sizes = sizes, data: Inputs = data) -> object:
-            return form(*data, sizes.spec, causal=True, mask=None)
 
-        pairs.append(_Sample(every_pair, work_of_pairs(sizes, engine)))
-    for length, width, order, chunk in _CHUNKS:
-        sizes, data = _sizes(length, width, order, engine), _inputs(length, width)
-
-        def by_chunks(sizes: Sizes = sizes, data: Inputs = data, chunk: int = chunk) -> object:
-            spec = sizes.spec
-            return chunked(*data, spec, causal=True, mask=None, chunk=chunk, engine=engine)
-
-        chunks.append(_Sample(by_chunks, work_of_chunks(sizes, chunk)))
-    return Speeds(_fitted(pairs, shipped.pairs), _fitted(chunks, shipped.chunks))
+def _trained(work: Work) -> Work:
+    """That of a forward and a backward pass."""
+    return Work(*((1 + _BACKWARD) * count for count in work))
 
 
 def _sizes(length: int, width: int, order: int, engine: Engine) -> Sizes:
@@ -84,31 +96,36 @@ def _sizes(length: int, width: int, order: int, engine: Engine) -> Sizes:
 def _inputs(length: int, width: int) -> Inputs:
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, _HEADS, length, width, generator=draw) for _ in range(3))
-    return q, k, v
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 
-def _fitted(samples: list[_Sample], shipped: Work) -> Work:
-    """The times of each kind of work with the smallest relative errors, near the shipped ones."""
-    times = [_seconds(sample.run) * 1e9 / _HEADS for sample in samples]
-    given = np.array([sample.work for sample in samples]) * np.array(shipped)
-    known = given.any(0)
-    # In units of the shipped times, whose overall scale is the machine's.
-    scale = float(np.median(np.array(times) / given.sum(1)))
-    rows = given[:, known] * scale / np.array(times)[:, None]
-    near = _TRUST * np.eye(int(known.sum()))
-    ones = np.append(np.ones(len(rows)), np.diag(near))
-    found = np.linalg.lstsq(np.vstack([rows, near]), ones)[0]
-    factors = np.ones(len(known))
-    factors[known] = scale * np.clip(found, 1 / _FURTHEST, _FURTHEST)
-    return Work(*(float(x) for x in factors * np.array(shipped)))
+class _Samples:
+    """Calls that were timed, and the work that each does."""
 
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.works: list[Work] = []
 
-def _seconds(run: Callable[[], object]) -> float:
-    """The shortest time, after one that is not counted."""
-    run()
-    found = []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - start)
-    return min(found)
+    def add(self, run: Callable[[], object], work: Work) -> None:
+        """Time a call: the shortest of some, after one that is not counted."""
+        found = []
+        for _ in range(1 + _ROUNDS):
+            start = time.perf_counter()
+            run()
+            found.append(time.perf_counter() - start)
+        self.times.append(min(found[1:]) * 1e9 / _HEADS)
+        self.works.append(work)
+
+    def fitted(self, shipped: Work) -> Work:
+        """The times of each kind of work with the smallest relative errors, near the shipped."""
+        times, given = np.array(self.times), np.array(self.works) * np.array(shipped)
+        known = given.any(0)
+        # In units of the shipped times, whose overall scale is the machine's.
+        scale = float(np.median(times / given.sum(1)))
+        rows = given[:, known] * scale / times[:, None]
+        near = _TRUST * np.eye(int(known.sum()))
+        ones = np.append(np.ones(len(rows)), np.diag(near))
+        found = np.linalg.lstsq(np.vstack([rows, near]), ones)[0]
+        factors = np.ones(len(known))
+        factors[known] = scale * np.clip(found, 1 / _FURTHEST, _FURTHEST)
+        return Work(*(float(x) for x in factors * np.array(shipped)))

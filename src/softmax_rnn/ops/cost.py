@@ -87,11 +87,13 @@ def work_of_pairs(sizes: Sizes, engine: Engine) -> Work:
 
 def _of_pairs(sizes: Sizes, pairs: float, calls: float) -> Work:
     order = sizes.spec.order or 0
-    return Work(pairs * (sizes.d_k + sizes.d_v), 0.0, pairs, pairs * order, calls)
+    products = pairs * (sizes.d_k + sizes.d_v)
+    return Work(products, 0.0, pairs, pairs * order, calls, 1 / sizes.heads)
 
 
-def work_of_chunks(sizes: Sizes, chunk: int) -> Work:
-    """What the chunked form does for a head."""
+def work_of_chunks(sizes: Sizes, chunk: int | None = None) -> Work:
+    """What the chunked form does for a head; by default with the best chunk length."""
+    chunk = chunk or chunk_length(sizes)
     spec, queries, keys, d_k, d_v, causal, heads, groups, engine = sizes
     last, rows, chunks = degrees(spec)[1], state_rows(spec, d_k), math.ceil(keys / chunk)
     # The first chunk reads no state; the last chunk updates none.
