@@ -1,0 +1,49 @@
+"""softmax-rnn calibrate, and when the commands that train measure the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from softmax_rnn.cli.command import measure_machine
+from softmax_rnn.cli.main import main
+from softmax_rnn.ops import calibration, speeds
+
+
+@pytest.fixture(autouse=True)
+def _measurable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
+    monkeypatch.setenv("SOFTMAX_RNN_CACHE", str(tmp_path))
+    monkeypatch.delenv(speeds.VARIABLE)
+    speeds._read.cache_clear()
+    yield
+    speeds._read.cache_clear()
+
+
+def test_it_shows_and_keeps_the_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate"]) == 0
+    shown = capsys.readouterr().out
+    assert "multiply" in shown
+    assert "chunks" in shown
+    assert speeds.file().exists()
+    assert str(speeds.file()) in shown.replace("\n", "")
+
+
+def test_a_machine_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def calibrate() -> Path:
+        measured.append(1)
+        return speeds.save(speeds.SHIPPED)
+
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    measure_machine()  # one of several processes: they would disturb each other
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv(speeds.VARIABLE, "shipped")
+    measure_machine()
+    monkeypatch.delenv(speeds.VARIABLE)
+    assert not measured
+    measure_machine()
+    measure_machine()
+    assert len(measured) == 1
