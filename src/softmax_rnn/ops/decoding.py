@@ -8,8 +8,6 @@ certain. Its checks come before.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,7 +30,7 @@ def applies(q: Tensor, k: Tensor, v: Tensor, form: str, mask: Tensor | None) -> 
 
 def over_keys(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor | None:
     """Plain softmax of one query over all keys; ``None`` for another attention."""
-    if not _is_softmax(spec) or q.shape[3] != v.shape[3] or q.stride(3) * k.stride(3) != 1:
+    if not spec.is_softmax or q.shape[3] != v.shape[3] or q.stride(3) * k.stride(3) != 1:
         return None
     scale, grouped = spec.score_scale(q.shape[3]), q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
@@ -48,8 +46,3 @@ def after_state(
     if token is None or not in_range(spec, token.largest_key, token.largest_value, 1, q.dtype):
         return None
     return token.out, next_state(spec, state, token.sums, None, None, None, 1)
-
-
-@functools.lru_cache(maxsize=64)
-def _is_softmax(spec: AttentionSpec) -> bool:
-    return spec == AttentionSpec(scale=spec.scale) and spec.score_scale(1) > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Mapping
@@ -210,6 +211,11 @@ class AttentionSpec:
             raise ValueError(f"order must be an integer >= 0, not {self.order!r}.")
         elif self.order > MAX_ORDER:
             raise ValueError(f"order must be at most {MAX_ORDER}, not {self.order!r}.")
+
+    @functools.cached_property  # asked of every decoded token
+    def is_softmax(self) -> bool:
+        """Whether it is softmax alone, with any positive scale."""
+        return self == AttentionSpec(scale=self.scale) and self.score_scale(1) > 0
 
     @property
     def row_sum(self) -> RowSum | None:

@@ -91,6 +91,8 @@ def _measured(loop: Loop) -> Decision:
     left = (loop.last_step - loop.step) * eager
     if left < SHORTEST:
         return Decision(False, f"not compiled, as the {left:.0f} s of steps are too few", eager)
+    if loop.accelerator.is_main_process:
+        notice("compile=auto: compiling, to time steps both ways; this may take a minute or two.")
     start = time.perf_counter()
     try:
         for _ in range(_WARM_UP):
