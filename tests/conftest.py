@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -20,6 +22,20 @@ from softmax_rnn.ops import speeds
 # Tests send these; under nohup the one, in the background of a script the other is ignored.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# All tests of a process share one server of forks. Whichever of them starts it, it imports what all
+# of them need: if it did not, each of hundreds of forks would import it again.
+multiprocessing.set_forkserver_preload(
+    [
+        "pytest",
+        "softmax_rnn.analysis.conversion_report",
+        "softmax_rnn.cli.parser",
+        "softmax_rnn.cli.run_commands",
+        "softmax_rnn.experiments.conversion",
+        "softmax_rnn.training.run",
+    ]
+)
+BaseContext.set_forkserver_preload = lambda *_: None  # type: ignore[method-assign]
 
 WORDS = ("state", "query", "key", "value", "gate", "norm", "power", "series", "sum", "row")
 

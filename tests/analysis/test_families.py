@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import softmax_rnn as sr
+from converted_families import REFUSED, converted, refused, source
 from softmax_rnn.analysis import terms
 from softmax_rnn.analysis.analyze import analyze
 from softmax_rnn.analysis.weights import RECENT_KEYS
 from softmax_rnn.models import from_llama
-from test_converted import REFUSED, converted, refused, source
 
 FAMILIES = (
     *("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Gemma", "Gemma3Text", "Phi", "GPT2"),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,25 +21,66 @@ from softmax_rnn.cli.parser import COMMANDS
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 SLOW = ("transformers", "pandas", "scipy", "matplotlib", "datasets", "accelerate", "submitit")
-# A finder that comes first and refuses packages, as if they were not installed.
-BLOCKER = """
-import sys
+# A process that forks for every line it reads. In the fork a finder comes first that refuses
+# packages, as if they were not installed: so none of them may be imported before.
+SERVER = """
+import importlib, json, os, sys
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+for line in sys.stdin:
+    if not (child := os.fork()):
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+words, blocked, folder = json.loads(line)
+there = {name.partition(".")[0] for name in sys.modules} & {*blocked}
+assert not there, there
+os.chdir(folder)
+for standard in (1, 2):
+    os.dup2(os.open(str(standard), os.O_WRONLY | os.O_CREAT), standard)
 sys.meta_path.insert(0, Blocker())
-sys.argv = ["softmax-rnn", *{words!r}]
+sys.argv = ["softmax-rnn", *words]
 from softmax_rnn.cli.main import process
 process()
 """
+BASE = ("softmax_rnn",)  # and so torch and numpy
+# What most commands import; the packages that are imported after these are missing in a test each.
+MORE = ("softmax_rnn.cli.parser", "softmax_rnn.training.run", "scipy.stats")
+LATE = ("matplotlib", "plotly", "lm_eval", "submitit")
+Command = Callable[..., tuple[int, str, str]]
 
 
-def command(words: list[str], blocked: set[str]) -> subprocess.CompletedProcess[str]:
-    code = BLOCKER.format(words=words, blocked=sorted(blocked))
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Processes that have imported some modules, once."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def server(*modules: str) -> subprocess.Popen[str]:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            line = [sys.executable, "-c", SERVER, *modules]
+            return stack.enter_context(subprocess.Popen(line, **pipes))
+
+        yield server
+
+
+@pytest.fixture
+def command(servers: Callable[..., Any], tmp_path: Path) -> Command:
+    """Run a command without some packages: its exit code, output, and errors."""
+
+    def run(words: list[str], blocked: Iterable[str], imported: Sequence[str] = BASE) -> Any:
+        server, files = servers(*imported), [tmp_path / number for number in "12"]
+        print(json.dumps([words, [*blocked], str(tmp_path)]), file=server.stdin, flush=True)
+        return int(server.stdout.readline()), *(file.read_text() for file in files)
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -48,21 +94,25 @@ def command(words: list[str], blocked: set[str]) -> subprocess.CompletedProcess[
         (["compare", "--stepz", "3"], 2),
     ],
 )
-def test_help_and_mistakes_import_nothing_slow(words: list[str], code: int) -> None:
-    ended = command(words, set(SLOW))
-    assert ended.returncode == code, ended.stderr
-    assert ended.stdout.startswith("usage:") if code == 0 else "Did you mean" in ended.stderr
+def test_help_and_mistakes_import_nothing_slow(
+    words: list[str], code: int, command: Command
+) -> None:
+    ended, shown, told = command(words, SLOW)
+    assert ended == code, told
+    assert shown.startswith("usage:") if code == 0 else "Did you mean" in told
 
 
 @pytest.mark.parametrize(
     ("words", "extra"),
     [([], "train"), (["--help"], "train"), (["train"], "train"), (["compare", "norm"], "report")],
 )
-def test_with_the_base_alone_the_extra_is_named(words: list[str], extra: str) -> None:
-    ended = command(words, set(EXTRAS) - {"typing_extensions"})  # torch needs it as well
-    assert (ended.returncode, ended.stdout) == (2, "")
+def test_with_the_base_alone_the_extra_is_named(
+    words: list[str], extra: str, command: Command
+) -> None:
+    found = command(words, set(EXTRAS) - {"typing_extensions"})  # torch needs it as well
+    assert found[:2] == (2, "")
     told = rf"error: softmax-rnn needs the package '\w+': pip install 'softmax-rnn\[{extra}\]'\.\n"
-    assert re.fullmatch(told, ended.stderr), ended.stderr
+    assert re.fullmatch(told, found[2]), found[2]
 
 
 @pytest.mark.parametrize(
@@ -85,15 +135,13 @@ def test_a_command_names_the_extra_that_it_lacks(
     missing: str,
     extra: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    command: Command,
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path("src").resolve()))
-    monkeypatch.chdir(tmp_path)
     made_up(tmp_path / "runs", "norm", 0, 1.5)
-    ended = command(words, {missing})
+    code, _, errors = command(words, {missing}, BASE + MORE * (missing in LATE))
     told = f"error: softmax-rnn {words[0]} needs the package '{missing}': pip install "
-    assert ended.stderr == f"{told}'softmax-rnn[{extra}]'.\n"
-    assert ended.returncode == 2
+    assert errors == f"{told}'softmax-rnn[{extra}]'.\n"
+    assert code == 2
 
 
 def test_the_table_is_that_of_the_package() -> None:

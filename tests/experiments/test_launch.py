@@ -18,7 +18,7 @@ from rich.console import Console
 
 import softmax_rnn.experiments.launchers as launch_module
 import softmax_rnn.experiments.scheduler as scheduler
-from failing import fail_in_one
+from failing import Fails, fail_in_one
 from processes import at_step
 from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn.experiments.compare import compare_configs
@@ -98,8 +98,9 @@ def test_how_jobs_end_is_told(
     cluster = ClusterLauncher(executor, slots=2)
     monkeypatch.setattr(scheduler, "launcher", lambda *_: cluster)
     root = tmp_path / "runs"
-    bad = compare_configs(["norm"], [0], tiny(texts, vocab_size=100), root)
-    with pytest.raises(RunsFailedError, match=r"(?s)norm-seed0: exit code 1.*has 257 ids"):
+    bad = compare_configs(["norm"], [0], tiny(texts), root)
+    monkeypatch.setattr(launch_module, "_Training", Fails)
+    with pytest.raises(RunsFailedError, match=r"(?s)norm-seed0: exit code 1.*the job's own reason"):
         run_all(bad, root, cluster="slurm", console=console)
     stopped = compare_configs(["gate"], [0], tiny(texts), root)
     monkeypatch.setattr(launch_module, "_Training", _Stopped)

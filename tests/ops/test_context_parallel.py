@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
@@ -36,6 +37,11 @@ def case_of(name: str, masked: bool) -> Case:
     return make_case(SPECS[name], shape=shape, mask="padding" if masked else "none", decay=0.3)
 
 
+@functools.cache
+def expected_of(name: str, masked: bool) -> dict[str, Tensor]:
+    return case_of(name, masked).run(sr.attention, form="dense")
+
+
 def part(x: Tensor, dim: int, rank: int, count: int) -> Tensor:
     return x.chunk(count, dim)[rank] if x.ndim > dim else x
 
@@ -46,8 +52,9 @@ def work(rank: int, count: int, port: int, path: Path) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", rank=rank, world_size=count)
     found: dict[Any, Any] = {}
-    for name, spec in SPECS.items():
-        for masked in (False, True):
+    for number, (name, spec) in enumerate(SPECS.items()):
+        # Of two processes every case; of four every second, and each form with and without a mask.
+        for masked in (False, True) if count == 2 else (number % 2 == 0,):
             for form in (
                 "auto",
                 *(form for form in ("chunked", "dense") if form in sr.forms(spec)),
@@ -115,8 +122,7 @@ def test_outputs_and_gradients_are_those_of_one_process(results: Any) -> None:
     assert {name for name, *_ in keys} == {*SPECS}
     assert {form for *_, form in keys} == {"auto", "chunked", "dense"}
     for name, masked, form in keys:
-        case = case_of(name, masked)
-        expected = case.run(sr.attention, form="dense")
+        expected = expected_of(name, masked)
         mine = [found[name, masked, form] for found in results]
         joined = {}
         for key, whole in expected.items():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import softmax_rnn.training.stopping as stopping
+from processes import ended, program
 from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn.training.stopping import RunStopped, StopRequest, foremost, seconds
 from tiny import tiny
@@ -129,20 +130,20 @@ def test_a_thread_gets_no_signals() -> None:
 def test_the_same_wish_again_does_not_disturb_the_end(texts: Path, tmp_path: Path) -> None:
     """A scheduler sends SIGTERM, and a parent passes it on, to a process that has saved."""
     tiny(texts, steps=100_000).save(tmp_path / "config.yaml")
-    command = [sys.executable, "-m", "softmax_rnn", "train", "--out", str(tmp_path / "run")]
-    process = subprocess.Popen(
-        [*command, "--config", str(tmp_path / "config.yaml")], stderr=subprocess.PIPE
-    )
-    while process.poll() is None and not (tmp_path / "run" / "checkpoint-4").exists():
+    words = ["train", "--out", str(tmp_path / "run"), "--config", str(tmp_path / "config.yaml")]
+    code = "import sys; from softmax_rnn.cli.main import process; sys.argv[1:] = "
+    process = program(f"{code}{words}; process()", tmp_path)
+    while process.is_alive() and not (tmp_path / "run" / "checkpoint-4").exists():
         time.sleep(0.01)
     signals = itertools.cycle((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
     deadline = time.monotonic() + stopping._AGAIN - 0.2
-    while process.poll() is None and time.monotonic() < deadline:
-        process.send_signal(next(signals))
+    while process.is_alive() and time.monotonic() < deadline:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, next(signals))
         time.sleep(0.005)
-    _, told = process.communicate()
-    assert process.returncode == ExitCode.STOPPED, told
-    assert b"saved in checkpoint-" in told
+    code, told = ended(process), (tmp_path / "log").read_text()
+    assert code == ExitCode.STOPPED, told
+    assert "saved in checkpoint-" in told
 
 
 def test_a_duration_that_no_timer_takes_is_named() -> None:

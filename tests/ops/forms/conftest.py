@@ -1,0 +1,58 @@
+"""What the tests of forms share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from triton_cases import forget_the_kernels
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[str]:
+    """A GPU; where there is none the CPU, on which Triton interprets the kernels."""
+    if torch.cuda.is_available():
+        yield "cuda"
+        return
+    triton, tl = (pytest.importorskip(f"triton{name}") for name in ("", ".language"))
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    builder, patch_tensor = interpreter.InterpreterBuilder, interpreter._patch_lang_tensor
+    create_dot, patch_lang = builder.create_dot, interpreter._patch_lang
+    scopes: dict[str, Any] = {}
+
+    def patch_once(function: Any) -> Any:
+        """The interpreter does it again for every call of a function, which takes most of it."""
+        if function.__module__ not in scopes:
+            scopes[function.__module__] = patch_lang(function)
+        return interpreter._LangPatchScope()
+
+    def patch_index(tensor: Any, scope: Any) -> None:
+        """NumPy 2.4 makes no integer of an array of one."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda x: x.handle.data.item())
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        """The interpreter's own multiplies the bits of bfloat16 as integers."""
+        factors = (
+            self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)
+        )
+        return create_dot(self, *factors, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setattr(interpreter, "_patch_lang_tensor", patch_index)
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        patch.setattr(builder, "create_dot", dot)
+        # Triton's own functions became what the environment said when it was imported.
+        for module in (tl, sys.modules["triton.language.standard"]):
+            for name, function in list(vars(module).items()):
+                if isinstance(function, triton.runtime.JITFunction):
+                    patch.setattr(module, name, triton.jit(function.fn))
+        forget_the_kernels()
+        yield "cpu"
+        for scope in reversed(scopes.values()):
+            scope.restore()
+    forget_the_kernels()
