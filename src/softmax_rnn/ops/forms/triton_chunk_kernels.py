@@ -1,0 +1,483 @@
+"""The kernels of the chunked form for series of order 1 and 2: monomials stay on the chip.
+
+A state has a row per monomial and a column per channel of the values. Its rows are in tiles of 64.
+The tile of two blocks of 8 key channels, ``i <= j``, has their 64 products; ``blocks`` [PAIRS, 2]
+are their first channels. A product within one block is stored twice, any other one once, so that
+the latter counts twice. Behind these tiles are those of the channels themselves, then a row of
+ones. Rows have up to two factors: COUNTS, how often a row counts, and coefficients of the series.
+
+States are [N, SLOTS, channels, rows], a slot per boundary of chunks. Keys at the positions of the
+queries form chunks of CHUNK tokens, and the ``before`` keys before them one chunk of any length.
+There ``skip`` slots come first. If EXTRA, there is one more channel than CHANNELS: that of the
+weight sum, which is computed without products of a lower precision.
+
+Tensors of tokens are [N, G, tokens, channels] with four strides; G is 1 for keys and values. Factors
+of fading are contiguous: of queries or keys [N, tokens], of whole chunks [N, CHUNKS]. Sums have
+the type of the tensors, factors of products are rounded to FACTOR.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from softmax_rnn.ops.forms.triton_tiles import (
+    at_head,
+    fading_between,
+    hide,
+    load_rows,
+    store_rows,
+)
+
+INTERPRETED = triton.knobs.runtime.interpret
+SIDE = 8  # channels of a block
+_SIDE = tl.constexpr(SIDE)
+_ROWS = tl.constexpr(SIDE * SIDE)
+
+
+@triton.jit
+def _product(a, b, SUM: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr):
+    return tl.dot(a.to(FACTOR), b.to(FACTOR), input_precision=PRECISION, out_dtype=SUM)
+
+
+@triton.jit
+def _block(x, first, strides, tokens, end):
+    """Channels ``first`` to ``first + 8`` of tokens, [tokens, 8]."""
+    return load_rows(x + first * strides[3], tokens, strides, end, _SIDE, _SIDE)
+
+
+@triton.jit
+def _pair_features(x, tile, blocks, strides, tokens, end):
+    """The products of two blocks of channels, [tokens, 64]."""
+    left = _block(x, tl.load(blocks + 2 * tile), strides, tokens, end)
+    right = _block(x, tl.load(blocks + 2 * tile + 1), strides, tokens, end)
+    return tl.reshape(left[:, :, None] * right[:, None, :], (left.shape[0], _ROWS))
+
+
+@triton.jit
+def _linear_features(x, tile, strides, tokens, end, WIDTH: tl.constexpr):
+    """The channels of a tile, and ones behind the last channel, [tokens, 64]."""
+    channels = tl.arange(0, _ROWS)[None, :] + tile * _ROWS
+    offsets = tokens[:, None].to(tl.int64) * strides[2] + channels * strides[3]
+    found = tl.load(x + offsets, mask=(tokens[:, None] < end) & (channels < WIDTH), other=0.0)
+    return tl.where(channels == WIDTH, 1.0, found)
+
+
+@triton.jit
+def _load_extra(x, tokens, strides, end, CHANNELS: tl.constexpr):
+    """The channel of the weight sum, [tokens]."""
+    pointers = x + tokens.to(tl.int64) * strides[2] + CHANNELS * strides[3]
+    return tl.load(pointers, mask=tokens < end, other=0.0)
+
+
+@triton.jit
+def _store_extra(x, tokens, strides, end, values, CHANNELS: tl.constexpr):
+    pointers = x + tokens.to(tl.int64) * strides[2] + CHANNELS * strides[3]
+    tl.store(pointers, values, mask=tokens < end)
+
+
+@triton.jit
+def _load_state(
+    state, factors, tile, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """A tile of rows times their factors, [channels, 64]."""
+    rows, channels = tl.arange(0, _ROWS) + tile * _ROWS, tl.arange(0, BLOCK_C)
+    inside = channels[:, None] < CHANNELS
+    found = tl.load(state + channels[:, None] * ROWS + rows[None, :], mask=inside, other=0.0)
+    return found * tl.load(factors + rows)[None, :]
+
+
+@triton.jit
+def _load_extra_row(state, factors, tile, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+    """As ``_load_state``, of the channel of the weight sum, [64]."""
+    rows = tl.arange(0, _ROWS) + tile * _ROWS
+    return tl.load(state + CHANNELS * ROWS + rows) * tl.load(factors + rows)
+
+
+@triton.jit
+def _add_tokens(
+    x, values, fading, blocks, x_strides, value_strides, n, tile, start, end, length, GROUPS,
+    LINEAR: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
+    EXTRA: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sums over tokens of features times values, [64, channels], and times the extra channel."""
+    SUM: tl.constexpr = x.dtype.element_ty
+    out = tl.full((_ROWS, BLOCK_C), 0.0, SUM)
+    extra = tl.full((_ROWS,), 0.0, SUM)
+    for group in range(GROUPS):
+        x_head = at_head(x, x_strides, n, group)
+        values_head = at_head(values, value_strides, n, group)
+        for first in range(start, end, BLOCK):
+            tokens = first + tl.arange(0, BLOCK)
+            if LINEAR:
+                features = _linear_features(x_head, tile, x_strides, tokens, end, WIDTH)
+            else:
+                features = _pair_features(x_head, tile, blocks, x_strides, tokens, end)
+            added = load_rows(values_head, tokens, value_strides, end, CHANNELS, BLOCK_C)
+            if fading is not None:
+                factors = tl.load(fading + n * length + tokens, mask=tokens < end, other=0.0)
+                added *= factors[:, None]
+            out += _product(tl.trans(features), added, SUM, FACTOR, PRECISION)
+            if EXTRA:
+                weights = _load_extra(values_head, tokens, value_strides, end, CHANNELS)
+                if fading is not None:
+                    weights *= factors
+                extra += tl.sum(features * weights[:, None], 0)
+    return out, extra
+
+
+@triton.jit
+def add_states(
+    x, values, fading, blocks, factors, states, x_strides, value_strides,
+    GROUPS, SLOTS, length, before, skip, CHUNK,
+    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, EXTRA: tl.constexpr,
+    PAIRS: tl.constexpr, ROWS: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What each chunk adds to a tile of rows of the state; a row's ``factors`` are optional.
+
+    Slot ``skip + c`` gets chunk ``c`` of those after ``before``, slot 1 the tokens before.
+    """
+    TILES: tl.constexpr = ROWS // _ROWS
+    tile = tl.program_id(0) % TILES
+    slot = tl.program_id(0) // TILES % SLOTS
+    n = (tl.program_id(0) // (TILES * SLOTS)).to(tl.int64)
+    start = before + (slot - skip) * CHUNK
+    end = tl.minimum(length, start + CHUNK)
+    end = tl.where(slot >= skip, end, tl.where(slot == 1, before, 0))
+    start = tl.where(slot >= skip, start, 0)
+    if tile < PAIRS:
+        out, extra = _add_tokens(
+            x, values, fading, blocks, x_strides, value_strides, n, tile, start, end, length,
+            GROUPS, False, WIDTH, CHANNELS, BLOCK_C, EXTRA, FACTOR, PRECISION, BLOCK,
+        )  # fmt: skip
+    else:
+        out, extra = _add_tokens(
+            x, values, fading, blocks, x_strides, value_strides, n, tile - PAIRS, start, end, length,
+            GROUPS, True, WIDTH, CHANNELS, BLOCK_C, EXTRA, FACTOR, PRECISION, BLOCK,
+        )  # fmt: skip
+    rows, channels = tl.arange(0, _ROWS) + tile * _ROWS, tl.arange(0, BLOCK_C)
+    if factors is not None:
+        own = tl.load(factors + rows)
+        out *= own[:, None]
+        extra *= own
+    states += (n * SLOTS + slot) * (CHANNELS + EXTRA) * ROWS
+    inside = channels[None, :] < CHANNELS
+    tl.store(states + channels[None, :] * ROWS + rows[:, None], out, mask=inside)
+    if EXTRA:
+        tl.store(states + CHANNELS * ROWS + rows, extra)
+
+
+@triton.jit
+def scan_states(
+    states, kept, other, counts, inner, CHUNKS, SLOTS, OTHER_SLOTS, SIZE,
+    ROWS: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add to every slot the one before it, faded by ``kept``; REVERSED, the one after it.
+
+    ``inner`` [N, SLOTS, programs] gets a part of the inner product with the ``other`` states.
+    """
+    programs = tl.cdiv(SIZE, BLOCK)
+    part = tl.program_id(0) % programs
+    n = (tl.program_id(0) // programs).to(tl.int64)
+    places = part * BLOCK + tl.arange(0, BLOCK)
+    inside = places < SIZE
+    total = tl.full((BLOCK,), 0.0, states.dtype.element_ty)
+    if inner is not None:
+        count = tl.load(counts + places % ROWS, mask=inside, other=0.0)
+    for step in range(SLOTS):
+        slot = SLOTS - 1 - step if REVERSED else step
+        if kept is not None:
+            if step > 0:
+                total *= tl.load(kept + n * CHUNKS + (slot if REVERSED else slot - 1))
+        pointers = states + (n * SLOTS + slot) * SIZE + places
+        total += tl.load(pointers, mask=inside, other=0.0)
+        tl.store(pointers, total, mask=inside)
+        if inner is not None:
+            theirs = other + (n * OTHER_SLOTS + slot) * SIZE + places
+            found = tl.load(theirs, mask=inside & (slot < OTHER_SLOTS), other=0.0)
+            product = tl.sum(found * total * count, 0)
+            tl.store(inner + (n * SLOTS + slot) * programs + part, product)
+
+
+@triton.jit
+def _read_state(
+    x, strides, tokens, end, state, factors, blocks,
+    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, EXTRA: tl.constexpr,
+    PAIRS: tl.constexpr, ROWS: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The features of tokens times a state, [tokens, channels] and [tokens]."""
+    SUM: tl.constexpr = x.dtype.element_ty
+    out = tl.full((tokens.shape[0], BLOCK_C), 0.0, SUM)
+    extra = tl.full((tokens.shape[0],), 0.0, SUM)
+    for tile in range(PAIRS):
+        features = _pair_features(x, tile, blocks, strides, tokens, end)
+        rows = _load_state(state, factors, tile, ROWS, CHANNELS, BLOCK_C)
+        out += _product(features, tl.trans(rows), SUM, FACTOR, PRECISION)
+        if EXTRA:
+            row = _load_extra_row(state, factors, tile, ROWS, CHANNELS)
+            extra += tl.sum(features * row[None, :], 1)
+    for tile in range(ROWS // _ROWS - PAIRS):
+        features = _linear_features(x, tile, strides, tokens, end, WIDTH)
+        rows = _load_state(state, factors, PAIRS + tile, ROWS, CHANNELS, BLOCK_C)
+        out += _product(features, tl.trans(rows), SUM, FACTOR, PRECISION)
+        if EXTRA:
+            row = _load_extra_row(state, factors, PAIRS + tile, ROWS, CHANNELS)
+            extra += tl.sum(features * row[None, :], 1)
+    return out, extra
+
+
+@triton.jit
+def _state_grad(
+    x, strides, tokens, end, grad, grad_extra, state, factors, blocks,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
+    EXTRA: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, FACTOR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of ``x`` through what ``_read_state`` returns, [tokens, BLOCK_D]."""
+    SUM: tl.constexpr = x.dtype.element_ty
+    TOKENS: tl.constexpr = tokens.shape[0]
+    BLOCKS: tl.constexpr = BLOCK_D // _SIDE
+    out = tl.full((TOKENS, BLOCKS, _SIDE), 0.0, SUM)
+    places = tl.arange(0, BLOCKS)[None, :, None] * _SIDE
+    for tile in range(PAIRS):
+        left, right = tl.load(blocks + 2 * tile), tl.load(blocks + 2 * tile + 1)
+        rows = _load_state(state, factors, tile, ROWS, CHANNELS, BLOCK_C)
+        dfeatures = _product(grad, rows, SUM, FACTOR, PRECISION)
+        if EXTRA:
+            row = _load_extra_row(state, factors, tile, ROWS, CHANNELS)
+            dfeatures += grad_extra[:, None] * row[None, :]
+        pairs = tl.reshape(dfeatures, (TOKENS, _SIDE, _SIDE))
+        dleft = tl.sum(pairs * _block(x, right, strides, tokens, end)[:, None, :], 2)
+        dright = tl.sum(pairs * _block(x, left, strides, tokens, end)[:, :, None], 1)
+        out += tl.where(places == left, dleft[:, None, :], 0.0)
+        out += tl.where(places == right, dright[:, None, :], 0.0)
+    total = tl.reshape(out, (TOKENS, BLOCK_D))
+    if ROWS > PAIRS * _ROWS:  # the rows of the channels themselves
+        rows, channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C)
+        inside = (channels[:, None] < CHANNELS) & (rows[None, :] < WIDTH)
+        factor = tl.load(factors + PAIRS * _ROWS + rows, mask=rows < WIDTH, other=0.0)
+        state += PAIRS * _ROWS
+        found = tl.load(state + channels[:, None] * ROWS + rows[None, :], mask=inside, other=0.0)
+        total += _product(grad, found * factor[None, :], SUM, FACTOR, PRECISION)
+        if EXTRA:
+            row = tl.load(state + CHANNELS * ROWS + rows, mask=rows < WIDTH, other=0.0) * factor
+            total += grad_extra[:, None] * row[None, :]
+    return total
+
+
+@triton.jit
+def _series(x, A0: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr):
+    return A0 + x * (A1 + x * A2)
+
+
+@triton.jit
+def _pairs(
+    q_tile, k_tile, running, queries, keys, n, length, before, A0: tl.constexpr,
+    A1: tl.constexpr, A2: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Weights of a chunk and their derivatives by the scores, [queries, keys].
+
+    ``queries`` and ``keys`` are positions of those after ``before``; ``length`` is their number.
+    """
+    scores = _product(q_tile, tl.trans(k_tile), q_tile.dtype, FACTOR, PRECISION)
+    down, across = queries[:, None], keys[None, :]
+    visible = (across <= down) & (down < length)
+    scores = hide(scores, visible)  # those of later keys may overflow
+    weights, slopes = _series(scores, A0, A1, A2), _series(scores, A1, 2.0 * A2, 0.0)
+    if running is not None:
+        keys_total = length + before
+        own = running + n * keys_total * 2
+        fading = tl.exp(fading_between(own, down, across + before, length, keys_total))
+        weights *= fading
+        slopes *= fading
+    return hide(weights, visible), hide(slopes, visible)
+
+
+@triton.jit
+def chunk_sums(
+    q, k, v, running, fading, states, factors, blocks, sums,
+    q_strides, k_strides, v_strides, sum_strides, GROUPS, SLOTS, length, before, skip, CHUNK,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
+    EXTRA: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, A0: tl.constexpr,
+    A1: tl.constexpr, A2: tl.constexpr, CAUSAL: tl.constexpr, READ_EDGE: tl.constexpr,
+    FACTOR: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sums of a tile of queries over the state and over the keys of their chunk."""
+    SUM: tl.constexpr = q.dtype.element_ty
+    tiles = tl.cdiv(length, BLOCK)
+    first = tl.program_id(0) % tiles * BLOCK
+    group = tl.program_id(0) // tiles % GROUPS
+    n = (tl.program_id(0) // (tiles * GROUPS)).to(tl.int64)
+    chunk = first // CHUNK
+    queries = first + tl.arange(0, BLOCK)
+    q = at_head(q, q_strides, n, group)
+    states += (n * SLOTS + skip + chunk) * (CHANNELS + EXTRA) * ROWS
+
+    out = tl.full((BLOCK, BLOCK_C), 0.0, SUM)
+    extra = tl.full((BLOCK,), 0.0, SUM)
+    if (chunk > 0) | READ_EDGE:
+        out, extra = _read_state(
+            q, q_strides, queries, length, states, factors, blocks,
+            WIDTH, CHANNELS, BLOCK_C, EXTRA, PAIRS, ROWS, FACTOR, PRECISION,
+        )  # fmt: skip
+    if fading is not None:
+        read = tl.load(fading + n * length + queries, mask=queries < length, other=0.0)
+        out *= read[:, None]
+        extra *= read
+    if CAUSAL:
+        q_tile = load_rows(q, queries, q_strides, length, WIDTH, BLOCK_D)
+        k = at_head(k, k_strides, n, 0)
+        v = at_head(v, v_strides, n, 0)
+        for key in range(chunk * CHUNK, first + BLOCK, BLOCK):
+            keys = key + tl.arange(0, BLOCK)
+            k_tile = load_rows(k, before + keys, k_strides, before + length, WIDTH, BLOCK_D)
+            v_tile = load_rows(v, before + keys, v_strides, before + length, CHANNELS, BLOCK_C)
+            weights, _ = _pairs(
+                q_tile, k_tile, running, queries, keys, n, length, before,
+                A0, A1, A2, FACTOR, PRECISION,
+            )  # fmt: skip
+            out += _product(weights, v_tile, SUM, FACTOR, PRECISION)
+            if EXTRA:
+                values = _load_extra(v, before + keys, v_strides, before + length, CHANNELS)
+                extra += tl.sum(weights * values[None, :], 1)
+    sums = at_head(sums, sum_strides, n, group)
+    store_rows(sums, queries, sum_strides, length, out, CHANNELS, BLOCK_C)
+    if EXTRA:
+        _store_extra(sums, queries, sum_strides, length, extra, CHANNELS)
+
+
+@triton.jit
+def chunk_query_grads(
+    q, k, v, running, fading, states, factors, blocks, dsums, dq,
+    q_strides, k_strides, v_strides, sum_strides, dq_strides,
+    GROUPS, SLOTS, length, before, skip, CHUNK,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
+    EXTRA: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, A0: tl.constexpr,
+    A1: tl.constexpr, A2: tl.constexpr, CAUSAL: tl.constexpr, READ_EDGE: tl.constexpr,
+    FACTOR: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a tile of queries."""
+    SUM: tl.constexpr = q.dtype.element_ty
+    tiles = tl.cdiv(length, BLOCK)
+    first = tl.program_id(0) % tiles * BLOCK
+    group = tl.program_id(0) // tiles % GROUPS
+    n = (tl.program_id(0) // (tiles * GROUPS)).to(tl.int64)
+    chunk = first // CHUNK
+    queries = first + tl.arange(0, BLOCK)
+    q = at_head(q, q_strides, n, group)
+    dsums = at_head(dsums, sum_strides, n, group)
+    grad = load_rows(dsums, queries, sum_strides, length, CHANNELS, BLOCK_C)
+    grad_extra = tl.full((BLOCK,), 0.0, SUM)
+    if EXTRA:
+        grad_extra = _load_extra(dsums, queries, sum_strides, length, CHANNELS)
+
+    out = tl.full((BLOCK, BLOCK_D), 0.0, SUM)
+    if (chunk > 0) | READ_EDGE:
+        states += (n * SLOTS + skip + chunk) * (CHANNELS + EXTRA) * ROWS
+        out = _state_grad(
+            q, q_strides, queries, length, grad, grad_extra, states, factors, blocks,
+            WIDTH, BLOCK_D, CHANNELS, BLOCK_C, EXTRA, PAIRS, ROWS, FACTOR, PRECISION,
+        )  # fmt: skip
+    if fading is not None:
+        read = tl.load(fading + n * length + queries, mask=queries < length, other=0.0)
+        out *= read[:, None]
+    if CAUSAL:
+        q_tile = load_rows(q, queries, q_strides, length, WIDTH, BLOCK_D)
+        k = at_head(k, k_strides, n, 0)
+        v = at_head(v, v_strides, n, 0)
+        for key in range(chunk * CHUNK, first + BLOCK, BLOCK):
+            keys = key + tl.arange(0, BLOCK)
+            k_tile = load_rows(k, before + keys, k_strides, before + length, WIDTH, BLOCK_D)
+            v_tile = load_rows(v, before + keys, v_strides, before + length, CHANNELS, BLOCK_C)
+            _, slopes = _pairs(
+                q_tile, k_tile, running, queries, keys, n, length, before,
+                A0, A1, A2, FACTOR, PRECISION,
+            )  # fmt: skip
+            dweights = _product(grad, tl.trans(v_tile), SUM, FACTOR, PRECISION)
+            if EXTRA:
+                values = _load_extra(v, before + keys, v_strides, before + length, CHANNELS)
+                dweights += grad_extra[:, None] * values[None, :]
+            out += _product(slopes * dweights, k_tile, SUM, FACTOR, PRECISION)
+    store_rows(at_head(dq, dq_strides, n, group), queries, dq_strides, length, out, WIDTH, BLOCK_D)
+
+
+@triton.jit
+def chunk_key_grads(
+    q, k, v, running, fading, dstates, counts, blocks, dsums, dk, dv,
+    q_strides, k_strides, v_strides, sum_strides, dk_strides, dv_strides,
+    GROUPS, SLOTS, length, before, skip, CHUNK,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
+    EXTRA: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, A0: tl.constexpr,
+    A1: tl.constexpr, A2: tl.constexpr, CAUSAL: tl.constexpr, READ_EDGE: tl.constexpr,
+    FACTOR: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a tile of keys and values.
+
+    ``length`` is that of the queries. Tiles of the keys before them come first.
+    """
+    SUM: tl.constexpr = k.dtype.element_ty
+    earlier = tl.cdiv(before, BLOCK)
+    tiles = earlier
+    if CAUSAL:
+        tiles += tl.cdiv(length, BLOCK)
+    tile = tl.program_id(0) % tiles
+    n = (tl.program_id(0) // tiles).to(tl.int64)
+    own = (tile - earlier) * BLOCK  # the position among the keys that are in a chunk with queries
+    first = tl.where(own >= 0, before + own, tile * BLOCK)
+    keys_total = before + length if CAUSAL else before
+    end = tl.where(own >= 0, keys_total, before)
+    slot = tl.where(own >= 0, skip + own // CHUNK + 1, 1)
+    keys = first + tl.arange(0, BLOCK)
+    k = at_head(k, k_strides, n, 0)
+    v = at_head(v, v_strides, n, 0)
+    v_tile = load_rows(v, keys, v_strides, end, CHANNELS, BLOCK_C)
+    v_extra = tl.full((BLOCK,), 0.0, SUM)
+    if EXTRA:
+        v_extra = _load_extra(v, keys, v_strides, end, CHANNELS)
+    dstates += (n * SLOTS + slot) * (CHANNELS + EXTRA) * ROWS
+
+    dv_out = tl.full((BLOCK, BLOCK_C), 0.0, SUM)
+    dv_extra = tl.full((BLOCK,), 0.0, SUM)
+    dk_out = tl.full((BLOCK, BLOCK_D), 0.0, SUM)
+    if (slot < SLOTS - 1) | READ_EDGE:
+        dv_out, dv_extra = _read_state(
+            k, k_strides, keys, end, dstates, counts, blocks,
+            WIDTH, CHANNELS, BLOCK_C, EXTRA, PAIRS, ROWS, FACTOR, PRECISION,
+        )  # fmt: skip
+        dk_out = _state_grad(
+            k, k_strides, keys, end, v_tile, v_extra, dstates, counts, blocks,
+            WIDTH, BLOCK_D, CHANNELS, BLOCK_C, EXTRA, PAIRS, ROWS, FACTOR, PRECISION,
+        )  # fmt: skip
+    if fading is not None:
+        added = tl.load(fading + n * keys_total + keys, mask=keys < end, other=0.0)
+        dv_out *= added[:, None]
+        dv_extra *= added
+        dk_out *= added[:, None]
+    if CAUSAL:
+        k_tile = load_rows(k, keys, k_strides, end, WIDTH, BLOCK_D)
+        for group in range(GROUPS):
+            q_head = at_head(q, q_strides, n, group)
+            dsums_head = at_head(dsums, sum_strides, n, group)
+            stop = tl.where(own >= 0, tl.minimum(length, (own // CHUNK + 1) * CHUNK), 0)
+            for query in range(tl.maximum(own, 0), stop, BLOCK):
+                queries = query + tl.arange(0, BLOCK)
+                q_tile = load_rows(q_head, queries, q_strides, length, WIDTH, BLOCK_D)
+                grad = load_rows(dsums_head, queries, sum_strides, length, CHANNELS, BLOCK_C)
+                weights, slopes = _pairs(
+                    q_tile, k_tile, running, queries, keys - before, n, length, before,
+                    A0, A1, A2, FACTOR, PRECISION,
+                )  # fmt: skip
+                dweights = _product(grad, tl.trans(v_tile), SUM, FACTOR, PRECISION)
+                if EXTRA:
+                    extra = _load_extra(dsums_head, queries, sum_strides, length, CHANNELS)
+                    dweights += extra[:, None] * v_extra[None, :]
+                    dv_extra += tl.sum(weights * extra[:, None], 0)
+                dv_out += _product(tl.trans(weights), grad, SUM, FACTOR, PRECISION)
+                dscores = tl.trans(slopes * dweights)
+                dk_out += _product(dscores, q_tile, SUM, FACTOR, PRECISION)
+    store_rows(at_head(dk, dk_strides, n, 0), keys, dk_strides, end, dk_out, WIDTH, BLOCK_D)
+    dv = at_head(dv, dv_strides, n, 0)
+    store_rows(dv, keys, dv_strides, end, dv_out, CHANNELS, BLOCK_C)
+    if EXTRA:
+        _store_extra(dv, keys, dv_strides, end, dv_extra, CHANNELS)

@@ -1,0 +1,469 @@
+"""The chunked form's loops as Triton kernels, for what :func:`suits`.
+
+``chunked`` calls them in place of its own, and does the rest. Every chunk first adds its keys to a
+state of its own; a scan over the chunks adds these up; then all chunks read them at once. Monomials
+stay on the chip; memory has one state per chunk, in the kernels' order of rows
+(``triton_chunk_kernels``). The backward pass does the same with the gradients of the states. The
+kernels are imported at the first call.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from operator import index
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softmax_rnn.ops.compiler import constant_when_compiled
+from softmax_rnn.ops.decay import fade_
+from softmax_rnn.ops.forms.chunk_step import ROUNDING
+from softmax_rnn.ops.forms.columns import Columns
+from softmax_rnn.ops.forms.triton import products, running_sums
+from softmax_rnn.ops.monomials import cumulative_dimension, degrees, multiplicities
+from softmax_rnn.ops.series import PowerSeries
+from softmax_rnn.ops.spec import AttentionSpec
+
+MAX_ORDER, MAX_WIDTH, WIDTHS = 2, 128, 16  # heads are multiples of 16 wide
+TOKENS = 64  # the lengths of chunks are multiples of this
+_SIDE = 8  # channels of a block of the kernels
+_ELEMENTS = 2**28  # of the states that are in memory at once, but those for the backward pass
+_TILE, _SCANNED, _WARPS = 64, 1024, 4  # tokens of a tile; elements of a state; warps
+_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+class Chunks(NamedTuple):
+    """What is the same for all chunks of a call.
+
+    Attributes:
+        spec: the series and the decay.
+        scale: of scores, which the queries do not have yet.
+        products: ``bfloat16``, or the precision of products of the inputs' own type.
+        length: tokens per chunk.
+        keep_state: whether the state after all keys is wanted.
+    """
+
+    spec: AttentionSpec
+    scale: float
+    products: str
+    causal: bool
+    length: int
+    keep_state: bool
+
+
+def suits(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, chunk: int | None) -> bool:
+    """Whether this module computes a call: fixed series of order 1 or 2, no decay per channel.
+
+    On a GPU, and in Triton's interpreter on a CPU, for tests.
+    """
+    possible = (
+        1 <= (spec.order or 0) <= MAX_ORDER
+        and spec.decay != "channel"
+        and not spec.learned_coefficients
+        and all(x.shape[3] % WIDTHS == 0 and 0 < x.shape[3] <= MAX_WIDTH for x in (k, v))
+        and min(*q.shape[:3], k.shape[2]) > 0
+        and (chunk or TOKENS) % TOKENS == 0
+    )
+    return possible and _usable(q.device.type, q.dtype == torch.float64)
+
+
+@constant_when_compiled
+def _usable(device: str, float64: bool) -> bool:
+    if device == "cpu":
+        return _INSTALLED and os.environ.get("TRITON_INTERPRET") == "1"
+    capable = device == "cuda" and _INSTALLED and not torch.version.hip and not float64
+    return capable and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def product_type(dtype: torch.dtype) -> str:
+    """``products`` for inputs of a dtype."""
+    return "bfloat16" if dtype == torch.bfloat16 else products(dtype)[0]
+
+
+def states_shape(inputs: Columns, chunks: Chunks) -> tuple[int, ...]:
+    """The shape of the states that :func:`sums` keeps for the backward pass."""
+    q, k, v, *_ = inputs
+    rows = sum(_tiles(chunks.spec, index(q.shape[1]))) * _SIDE**2
+    return len(q), _slots(chunks, q.shape[3], k.shape[2]).read, v.shape[1], rows
+
+
+def sums(
+    inputs: Columns, chunks: Chunks, out: Tensor, last: Tensor, noise: Tensor, kept: Tensor
+) -> None:
+    """Fill the sums, the state after all keys, the noise and the backward pass's states.
+
+    The shapes are those of ``chunked``, for the states ``states_shape``; what is not needed is empty.
+    """
+    for heads, call in _calls(inputs, chunks):
+        states = kept[heads] if kept.numel() else call.new_states(call.slots.read)
+        call.states(states)
+        call.sums(states, out[heads])
+        if noise.numel():
+            noise[heads] = call.noise(states)
+        if chunks.keep_state:
+            last[heads] = call.layout.to_library(states[:, -1])
+
+
+def gradients(
+    inputs: Columns,
+    chunks: Chunks,
+    kept: Tensor,
+    dsums: Tensor,
+    dlast: Tensor | None,
+    out: Columns,
+    sums: Tensor | None,
+) -> None:
+    """Fill the gradients ``out``; that of log decays needs the ``sums``, and is left without."""
+    for heads, call in _calls(inputs, chunks):
+        own, states, grads = dsums[heads], kept[heads], out.of(heads)
+        call.reads_last |= dlast is not None
+        dstates = call.new_states(call.slots.count + 1)
+        found = None if dlast is None else dlast[heads]
+        inner = call.state_grads(own, found, dstates, None if sums is None else states)
+        call.query_grads(states, own, grads.queries)
+        call.key_grads(dstates, own, grads.keys, grads.values)
+        if inputs.state is not None:
+            assert grads.state is not None
+            counted = call.layout.to_library(dstates[:, 0]) * call.layout.multiplicities
+            grads.state.copy_(counted)
+        if sums is not None and inner is not None:
+            assert grads.log_decay is not None
+            grads.log_decay.copy_(call.decay_grad(sums[heads], own, grads.values, inner))
+
+
+def _calls(inputs: Columns, chunks: Chunks) -> Iterator[tuple[slice, _Call]]:
+    """Slices of the heads whose states are in memory together."""
+    count = max(1, _ELEMENTS // math.prod(states_shape(inputs, chunks)[1:]))
+    for start in range(0, len(inputs.queries), count):
+        heads = slice(start, start + count)
+        yield heads, _Call(inputs.of(heads), chunks)
+
+
+class _Slots(NamedTuple):
+    """The boundaries of chunks, where states are.
+
+    The keys before the first query, if there are any, are the first chunk: all keys if the
+    attention is not causal.
+
+    Attributes:
+        before: number of these keys.
+        skip: of chunks that they are, 1 or 0.
+        length: tokens of every other chunk.
+        count: number of chunks.
+        read: of slots whose state is needed: that after the last chunk not always.
+    """
+
+    before: int
+    skip: int
+    length: int
+    count: int
+    read: int
+
+
+def _slots(chunks: Chunks, queries: int, keys: int) -> _Slots:
+    before = keys - queries if chunks.causal else keys
+    skip = 1 if before else 0
+    if not chunks.causal:
+        return _Slots(before, skip, queries, skip, skip + 1)
+    count = skip + -(-queries // chunks.length)
+    return _Slots(before, skip, chunks.length, count, count + chunks.keep_state)
+
+
+def _tiles(spec: AttentionSpec, width: int) -> tuple[int, int]:
+    """Number of tiles of rows: of products, and of channels and ones."""
+    first, order = degrees(spec)
+    blocks = width // _SIDE
+    pairs = blocks * (blocks + 1) // 2 if order == MAX_ORDER else 0
+    return pairs, -(-(width + 1) // _SIDE**2) if first < MAX_ORDER else 0
+
+
+class _Layout(NamedTuple):
+    """The rows of states as the kernels have them, and where their numbers are in the library's.
+
+    Attributes:
+        blocks: first channels of the two blocks of each tile of products, int32 [PAIRS, 2].
+        counts: how often each row counts, [rows]; 0 for rows that hold nothing.
+        factors: the coefficient of each row, that of the series times that of the scale.
+        weights: counts times factors.
+        sources: for each row a row of the library's.
+        places: for each row of the library's a row.
+        multiplicities: of the library's rows.
+        powers: [rows, order + 1], the counts of the rows of each power.
+        coefficients: of powers 0 to 2, with the scale.
+    """
+
+    blocks: Tensor
+    counts: Tensor
+    factors: Tensor
+    weights: Tensor
+    sources: Tensor
+    places: Tensor
+    multiplicities: Tensor
+    powers: Tensor
+    coefficients: tuple[float, ...]
+
+    def from_library(self, state: Tensor) -> Tensor:
+        """A state [..., rows] in the order of the kernels."""
+        return state.index_select(-1, self.sources) * (self.counts > 0)
+
+    def to_library(self, state: Tensor) -> Tensor:
+        """The inverse of ``from_library``."""
+        return state.index_select(-1, self.places)
+
+
+# Cached: a host-to-device copy synchronises.
+@functools.lru_cache(maxsize=64)
+def _layout(
+    spec: AttentionSpec, width: int, scale: float, dtype: torch.dtype, device: torch.device
+) -> _Layout:
+    first, order = degrees(spec)
+    blocks = [(i, j) for j in range(0, width, _SIDE) for i in range(0, j + 1, _SIDE)]
+    blocks = blocks if order == MAX_ORDER else []
+    # Of every row: its power, its library row among monomials of all degrees, how often it counts.
+    power, source, counts = [], [], []
+    for i, j in blocks:
+        left, right = np.mgrid[i : i + _SIDE, j : j + _SIDE].reshape(2, -1)
+        low, high = np.minimum(left, right), np.maximum(left, right)
+        source.append(cumulative_dimension(width, 1) + high * (high + 1) // 2 + low)
+        power.append(np.full(len(low), 2))
+        counts.append(np.full(len(low), 1 if i == j else 2))
+    if first < MAX_ORDER:
+        rows = np.arange(_tiles(spec, width)[1] * _SIDE**2)
+        source.append(np.where(rows < width, rows + 1, 0))
+        power.append(np.where(rows < width, 1, 0))
+        counts.append(np.where((rows < width) | ((rows == width) & (first == 0)), 1, 0))
+    powers, sources, count = (np.concatenate(x) for x in (power, source, counts))
+    unused = cumulative_dimension(width, first - 1) if first else 0
+    sources = np.maximum(sources - unused, 0)
+    places = np.zeros(cumulative_dimension(width, order) - unused, np.int64)
+    places[sources[count > 0]] = np.flatnonzero(count > 0)
+    known = [float(a) for a in PowerSeries.from_spec(spec).coefficients or ()]
+    coefficients = [a * scale**n for n, a in enumerate(known)] + [0.0] * (MAX_ORDER - order)
+    factors = np.array(coefficients)[powers]
+    with torch.inference_mode(False):
+
+        def tensor(x: Any, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.tensor(np.asarray(x), dtype=dtype, device=device)
+
+        return _Layout(
+            blocks=tensor(np.array(blocks).reshape(-1, 2), torch.int32),
+            counts=tensor(count),
+            factors=tensor(factors),
+            weights=tensor(count * factors),
+            sources=tensor(sources, torch.int64),
+            places=tensor(places, torch.int64),
+            multiplicities=tensor(multiplicities(width, order)[unused:]),
+            powers=tensor((powers[:, None] == np.arange(order + 1)) * count[:, None]),
+            coefficients=tuple(coefficients),
+        )
+
+
+class _Fading(NamedTuple):
+    """The factors of decays, as in ``fading.py``; ``None`` for 1.
+
+    Attributes:
+        queries: of what queries read from a state, [N, T].
+        keys: of values that are added to a state, [N, S].
+        chunks: of the state before each chunk, [N, chunks].
+        running: sums of log decays, as ``fading_between`` reads them.
+    """
+
+    queries: Tensor | None = None
+    keys: Tensor | None = None
+    chunks: Tensor | None = None
+    running: Tensor | None = None
+
+
+class _Call:
+    """Some heads of a call: the launches of the kernels, and what is small enough without them."""
+
+    def __init__(self, inputs: Columns, chunks: Chunks) -> None:
+        self.chunks, self.inputs = chunks, inputs
+        self.q, self.k, self.v = (_tokens(x) for x in inputs[:3])
+        self.heads, self.groups, self.queries, self.width = self.q.shape
+        self.keys, self.channels = self.v.shape[2:]
+        self.slots = _slots(chunks, self.queries, self.keys)
+        self.layout = _layout(chunks.spec, self.width, chunks.scale, self.k.dtype, self.k.device)
+        # Whether the states before the first chunk of queries and after the last one are not zero.
+        self.reads_first = inputs.state is not None or self.slots.skip > 0
+        self.reads_last = not chunks.causal
+        self.kernels = importlib.import_module("softmax_rnn.ops.forms.triton_chunk_kernels")
+        self.fading = self._fading()
+
+    def new_states(self, slots: int) -> Tensor:
+        """Uninitialised memory, [N, slots, C, rows]."""
+        return self.k.new_empty(self.heads, slots, self.channels, len(self.layout.counts))
+
+    def _chunk_of(self) -> Tensor:
+        """The chunk of every key, [S]."""
+        own = torch.arange(self.keys, device=self.k.device) - self.slots.before
+        return (own.div(self.slots.length, rounding_mode="floor") + self.slots.skip).clamp_(min=0)
+
+    def _last_of(self) -> Tensor:
+        """The last key of every chunk, [chunks]."""
+        chunk = torch.arange(self.slots.count, device=self.k.device)
+        ends = (chunk + 1 - self.slots.skip) * self.slots.length
+        return ends.clamp_(max=self.keys - self.slots.before) + self.slots.before - 1
+
+    def _fading(self) -> _Fading:
+        log_decay, dtype = self.inputs.log_decay, self.k.dtype
+        if log_decay is None:
+            return _Fading()
+        total, chunk = log_decay.squeeze(1).cumsum(-1), self._chunk_of()
+        end = total[:, self._last_of()]
+        start = F.pad(end, (1, -1))
+        read = (total - start[:, chunk])[:, self.slots.before :]
+        exponents = read, end[:, chunk] - total, end - start
+        factors = (fade_(x.to(dtype, copy=True)).contiguous() for x in exponents)
+        return _Fading(*factors, running_sums(log_decay, dtype))
+
+    def noise(self, states: Tensor) -> Tensor:
+        """The rounding error of weight sums that are read from states, [N, G, T].
+
+        The bound of ``chunk_step``: sums of weights are not rounded to the type of products.
+        """
+        first = self.slots.skip
+        rows = states[:, first : first + self.slots.count, -1].double()
+        norms = (rows.square() @ self.layout.powers.double()).sqrt()  # of each slot and power
+        chunk = torch.arange(self.queries, device=self.k.device) // self.slots.length
+        length = self.q.double().square().sum(-1).sqrt()
+        noise = torch.zeros_like(length)
+        for power in range(norms.shape[2]):
+            size = norms[:, chunk, power].unsqueeze(1) * abs(self.layout.coefficients[power])
+            noise += size * length**power
+        if self.fading.queries is not None:
+            noise *= self.fading.queries.unsqueeze(1)
+        return ROUNDING * torch.finfo(self.k.dtype).eps * noise
+
+    def decay_grad(self, sums: Tensor, dsums: Tensor, dvalues: Tensor, inner: Tensor) -> Tensor:
+        """The gradient of log decays, [N, 1, S].
+
+        As ``fading.decay_grad``, but what queries and keys receive is summed to the end of a chunk;
+        ``inner`` has what all later ones receive. Over all keys the rounding errors would add up.
+        """
+        assert self.inputs.log_decay is not None
+        dtype = self.inputs.log_decay.dtype
+        received = -(self.inputs.values * dvalues).sum(1, dtype=dtype)
+        received[:, self.slots.before :] += (sums * dsums).sum((1, 2), dtype=dtype)
+        later = F.pad(received.flip(1).cumsum(1).flip(1), (0, 1))
+        beyond = inner[:, 1:].to(dtype) - later[:, self._last_of() + 1]
+        return (later[:, :-1] + beyond[:, self._chunk_of()]).unsqueeze(1)
+
+    def states(self, states: Tensor) -> None:
+        """Fill slots with the states before each chunk, and after the last one."""
+        given = self.inputs.state
+        if states.shape[1] == 1 and given is None:
+            states.zero_()
+            return
+        inputs = self.k, self.v, self.fading.keys, self.layout.blocks, None
+        sizes = 1, states.shape[1], self.keys, self.slots.before, self.slots.skip + 1
+        self._add(inputs, states, sizes)
+        if given is not None:
+            states[:, 0] = self.layout.from_library(given)
+        self._scan(states)
+
+    def state_grads(
+        self, dsums: Tensor, dlast: Tensor | None, dstates: Tensor, states: Tensor | None
+    ) -> Tensor | None:
+        """Fill slots with the gradients of the states, without multiplicities.
+
+        Returns their inner products with ``states`` [N, slots], if these are given.
+        """
+        layout = self.layout
+        inputs = self.q, _tokens(dsums), self.fading.queries, layout.blocks, layout.factors
+        sizes = self.groups, dstates.shape[1], self.queries, 0, self.slots.skip
+        self._add(inputs, dstates, sizes)
+        if dlast is not None:
+            dstates[:, -1] += layout.from_library(dlast / layout.multiplicities)
+        return self._scan(dstates, states, reverse=True)
+
+    def _add(
+        self, inputs: tuple[Tensor | None, ...], states: Tensor, sizes: tuple[int, ...]
+    ) -> None:
+        strides = [x.stride() for x in inputs[:2] if x is not None]
+        programs = self.heads * states[0, :, 0].numel() // _SIDE**2
+        length = self.slots.length
+        self._launch("add_states", programs, *inputs, states, *strides, *sizes, length)
+
+    def _scan(
+        self, states: Tensor, other: Tensor | None = None, reverse: bool = False
+    ) -> Tensor | None:
+        size = self.channels * len(self.layout.counts)
+        programs, slots = -(-size // _SCANNED), states.shape[1]
+        inner = None if other is None else states.new_empty(self.heads, slots, programs)
+        pointers = states, self.fading.chunks, other, self.layout.counts, inner
+        sizes = self.slots.count, slots, slots if other is None else other.shape[1], size
+        options = {"REVERSED": reverse, "BLOCK": _SCANNED}
+        self._launch("scan_states", self.heads * programs, *pointers, *sizes, **options)
+        return None if inner is None else inner.sum(2, dtype=torch.float64)
+
+    def sums(self, states: Tensor, out: Tensor) -> None:
+        """Fill the sums."""
+        programs = self.heads * self.groups * -(-self.queries // _TILE)
+        self._by_token("chunk_sums", programs, states, self.fading.queries, out)
+
+    def query_grads(self, states: Tensor, dsums: Tensor, dq: Tensor) -> None:
+        """Fill the gradient of queries."""
+        programs = self.heads * self.groups * -(-self.queries // _TILE)
+        self._by_token("chunk_query_grads", programs, states, self.fading.queries, dsums, dq)
+
+    def key_grads(self, dstates: Tensor, dsums: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Fill the gradients of keys and values."""
+        before = self.slots.before
+        tiles = -(-before // _TILE) + -(-(self.keys - before) // _TILE)
+        outputs = dsums, dk, dv
+        self._by_token("chunk_key_grads", self.heads * tiles, dstates, self.fading.keys, *outputs)
+
+    def _by_token(
+        self, name: str, programs: int, states: Tensor, fading: Tensor | None, *outputs: Tensor
+    ) -> None:
+        rows = self.layout.counts if name == "chunk_key_grads" else self.layout.weights
+        others = [_tokens(x) for x in outputs]
+        given = self.q, self.k, self.v, self.fading.running, fading, states, rows
+        strides = (x.stride() for x in (self.q, self.k, self.v, *others))
+        sizes = self.groups, states.shape[1], self.queries, *self.slots[:3]
+        edge = self.reads_last if name == "chunk_key_grads" else self.reads_first
+        pointers = *given, self.layout.blocks, *others
+        self._launch(name, programs, *pointers, *strides, *sizes, READ_EDGE=edge)
+
+    def _launch(self, name: str, programs: int, *arguments: Any, **options: Any) -> None:
+        kernel, dtype = getattr(self.kernels, name), self.k.dtype
+        extra = self.channels % WIDTHS
+        names = "A0", "A1", "A2"
+        half = self.chunks.products == "bfloat16"
+        language = self.kernels.tl
+        constants = {
+            "WIDTH": self.width,
+            "BLOCK_D": _power_of_2(self.width),
+            "CHANNELS": self.channels - extra,
+            "BLOCK_C": _power_of_2(self.channels - extra),
+            "EXTRA": extra,
+            "PAIRS": len(self.layout.blocks),
+            "ROWS": len(self.layout.counts),
+            "CAUSAL": self.chunks.causal,
+            "FACTOR": language.bfloat16 if half else getattr(language, str(dtype)[6:]),
+            "PRECISION": "ieee" if half else self.chunks.products,
+            "BLOCK": _TILE,
+            **dict(zip(names, self.layout.coefficients, strict=True)),
+        }
+        used = {key: x for key, x in (constants | options).items() if key in kernel.arg_names}
+        with torch.cuda.device(self.k.device) if self.k.is_cuda else nullcontext():
+            kernel[(programs,)](*arguments, **used, num_warps=_WARPS)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """[N, C, T] or [N, C, G, T] as [N, G, T, C]."""
+    return x.movedim(1, -1) if x.ndim == 4 else x.mT.unsqueeze(1)
+
+
+def _power_of_2(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
