@@ -230,7 +230,8 @@ def _grads(*arguments: Any) -> tuple[Tensor, ...]:
     if dsums is None:
         dsums = inputs.values.new_zeros(*inputs.values.shape[:2], *inputs.queries.shape[2:])
     if plan.loops == "triton":
-        triton_chunks.gradients(inputs, plan.triton(), kept, dsums, dlast_state, outputs, sums)
+        found = kept, dsums, dlast_state, outputs, sums is not None
+        triton_chunks.gradients(inputs, plan.triton(), *found)
         return created
     if plan.loops == "native":
         native_chunks.gradients(inputs, plan.native(inputs), kept, dsums, dlast_state, outputs)

@@ -175,7 +175,7 @@ def scan_states(
 ):  # fmt: skip
     """Add to every slot the one before it, faded by ``kept``; REVERSED, the one after it.
 
-    ``inner`` [N, SLOTS, programs] gets a part of the inner product with the ``other`` states.
+    ``inner`` [N, SLOTS, programs] gets parts of the product of what is added with ``other`` states.
     """
     programs = tl.cdiv(SIZE, BLOCK)
     part = tl.program_id(0) % programs
@@ -190,14 +190,13 @@ def scan_states(
         if kept is not None:
             if step > 0:
                 total *= tl.load(kept + n * CHUNKS + (slot if REVERSED else slot - 1))
-        pointers = states + (n * SLOTS + slot) * SIZE + places
-        total += tl.load(pointers, mask=inside, other=0.0)
-        tl.store(pointers, total, mask=inside)
         if inner is not None:
             theirs = other + (n * OTHER_SLOTS + slot) * SIZE + places
             found = tl.load(theirs, mask=inside & (slot < OTHER_SLOTS), other=0.0)
-            product = tl.sum(found * total * count, 0)
-            tl.store(inner + (n * SLOTS + slot) * programs + part, product)
+            tl.store(inner + (n * SLOTS + slot) * programs + part, tl.sum(found * total * count, 0))
+        pointers = states + (n * SLOTS + slot) * SIZE + places
+        total += tl.load(pointers, mask=inside, other=0.0)
+        tl.store(pointers, total, mask=inside)
 
 
 @triton.jit
@@ -229,16 +228,20 @@ def _read_state(
 
 @triton.jit
 def _state_grad(
-    x, strides, tokens, end, grad, grad_extra, state, factors, blocks,
+    x, strides, tokens, end, grad, grad_extra, state, factors, blocks, INNER: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
     EXTRA: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, FACTOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of ``x`` through what ``_read_state`` returns, [tokens, BLOCK_D]."""
+    """The gradient of ``x`` through what ``_read_state`` returns, [tokens, BLOCK_D].
+
+    If INNER, also the product of what it returns with the gradient, [tokens].
+    """
     SUM: tl.constexpr = x.dtype.element_ty
     TOKENS: tl.constexpr = tokens.shape[0]
     BLOCKS: tl.constexpr = BLOCK_D // _SIDE
     out = tl.full((TOKENS, BLOCKS, _SIDE), 0.0, SUM)
+    inner = tl.full((TOKENS,), 0.0, SUM)
     places = tl.arange(0, BLOCKS)[None, :, None] * _SIDE
     for tile in range(PAIRS):
         left, right = tl.load(blocks + 2 * tile), tl.load(blocks + 2 * tile + 1)
@@ -248,22 +251,34 @@ def _state_grad(
             row = _load_extra_row(state, factors, tile, ROWS, CHANNELS)
             dfeatures += grad_extra[:, None] * row[None, :]
         pairs = tl.reshape(dfeatures, (TOKENS, _SIDE, _SIDE))
+        own = _block(x, left, strides, tokens, end)
         dleft = tl.sum(pairs * _block(x, right, strides, tokens, end)[:, None, :], 2)
-        dright = tl.sum(pairs * _block(x, left, strides, tokens, end)[:, :, None], 1)
+        dright = tl.sum(pairs * own[:, :, None], 1)
+        if INNER:
+            inner += tl.sum(own * dleft, 1)
         out += tl.where(places == left, dleft[:, None, :], 0.0)
         out += tl.where(places == right, dright[:, None, :], 0.0)
     total = tl.reshape(out, (TOKENS, BLOCK_D))
-    if ROWS > PAIRS * _ROWS:  # the rows of the channels themselves
+    if ROWS > PAIRS * _ROWS:  # the rows of the channels themselves, and that of ones
         rows, channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C)
-        inside = (channels[:, None] < CHANNELS) & (rows[None, :] < WIDTH)
-        factor = tl.load(factors + PAIRS * _ROWS + rows, mask=rows < WIDTH, other=0.0)
         state += PAIRS * _ROWS
+        factors += PAIRS * _ROWS
+        inside = (channels[:, None] < CHANNELS) & (rows[None, :] < WIDTH)
+        factor = tl.load(factors + rows, mask=rows < WIDTH, other=0.0)
         found = tl.load(state + channels[:, None] * ROWS + rows[None, :], mask=inside, other=0.0)
-        total += _product(grad, found * factor[None, :], SUM, FACTOR, PRECISION)
+        linear = _product(grad, found * factor[None, :], SUM, FACTOR, PRECISION)
         if EXTRA:
-            row = tl.load(state + CHANNELS * ROWS + rows, mask=rows < WIDTH, other=0.0) * factor
-            total += grad_extra[:, None] * row[None, :]
-    return total
+            row = tl.load(state + CHANNELS * ROWS + rows, mask=rows < WIDTH, other=0.0)
+            linear += grad_extra[:, None] * (row * factor)[None, :]
+        total += linear
+        if INNER:
+            inner += tl.sum(linear * load_rows(x, tokens, strides, end, WIDTH, BLOCK_D), 1)
+            ones = tl.load(state + channels * ROWS + WIDTH, mask=channels < CHANNELS, other=0.0)
+            constant = tl.sum(grad * ones[None, :], 1)
+            if EXTRA:
+                constant += grad_extra * tl.load(state + CHANNELS * ROWS + WIDTH)
+            inner += constant * tl.load(factors + WIDTH)
+    return total, inner
 
 
 @triton.jit
@@ -349,7 +364,7 @@ def chunk_sums(
 
 @triton.jit
 def chunk_query_grads(
-    q, k, v, running, fading, states, factors, blocks, dsums, dq,
+    q, k, v, running, fading, states, factors, blocks, received, dsums, dq,
     q_strides, k_strides, v_strides, sum_strides, dq_strides,
     GROUPS, SLOTS, length, before, skip, CHUNK,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -357,7 +372,11 @@ def chunk_query_grads(
     A1: tl.constexpr, A2: tl.constexpr, CAUSAL: tl.constexpr, READ_EDGE: tl.constexpr,
     FACTOR: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile of queries."""
+    """The gradient of a tile of queries.
+
+    ``received`` [N, G, T, 2] gets the products of their sums with the gradient: what they read from
+    the state, and from the other keys of their chunk.
+    """
     SUM: tl.constexpr = q.dtype.element_ty
     tiles = tl.cdiv(length, BLOCK)
     first = tl.program_id(0) % tiles * BLOCK
@@ -372,16 +391,20 @@ def chunk_query_grads(
     if EXTRA:
         grad_extra = _load_extra(dsums, queries, sum_strides, length, CHANNELS)
 
+    INNER: tl.constexpr = received is not None
     out = tl.full((BLOCK, BLOCK_D), 0.0, SUM)
+    inner = tl.full((BLOCK,), 0.0, SUM)
+    pairs = tl.full((BLOCK,), 0.0, SUM)
     if (chunk > 0) | READ_EDGE:
         states += (n * SLOTS + skip + chunk) * (CHANNELS + EXTRA) * ROWS
-        out = _state_grad(
-            q, q_strides, queries, length, grad, grad_extra, states, factors, blocks,
+        out, inner = _state_grad(
+            q, q_strides, queries, length, grad, grad_extra, states, factors, blocks, INNER,
             WIDTH, BLOCK_D, CHANNELS, BLOCK_C, EXTRA, PAIRS, ROWS, FACTOR, PRECISION,
         )  # fmt: skip
     if fading is not None:
         read = tl.load(fading + n * length + queries, mask=queries < length, other=0.0)
         out *= read[:, None]
+        inner *= read
     if CAUSAL:
         q_tile = load_rows(q, queries, q_strides, length, WIDTH, BLOCK_D)
         k = at_head(k, k_strides, n, 0)
@@ -390,7 +413,7 @@ def chunk_query_grads(
             keys = key + tl.arange(0, BLOCK)
             k_tile = load_rows(k, before + keys, k_strides, before + length, WIDTH, BLOCK_D)
             v_tile = load_rows(v, before + keys, v_strides, before + length, CHANNELS, BLOCK_C)
-            _, slopes = _pairs(
+            weights, slopes = _pairs(
                 q_tile, k_tile, running, queries, keys, n, length, before,
                 A0, A1, A2, FACTOR, PRECISION,
             )  # fmt: skip
@@ -399,12 +422,19 @@ def chunk_query_grads(
                 values = _load_extra(v, before + keys, v_strides, before + length, CHANNELS)
                 dweights += grad_extra[:, None] * values[None, :]
             out += _product(slopes * dweights, k_tile, SUM, FACTOR, PRECISION)
+            if INNER:
+                others = queries[:, None] != keys[None, :]
+                pairs += tl.sum(tl.where(others, weights * dweights, 0.0), 1)
     store_rows(at_head(dq, dq_strides, n, group), queries, dq_strides, length, out, WIDTH, BLOCK_D)
+    if INNER:
+        places = received + ((n * GROUPS + group) * length + queries) * 2
+        tl.store(places, inner, mask=queries < length)
+        tl.store(places + 1, pairs, mask=queries < length)
 
 
 @triton.jit
 def chunk_key_grads(
-    q, k, v, running, fading, dstates, counts, blocks, dsums, dk, dv,
+    q, k, v, running, fading, dstates, counts, blocks, received, dsums, dk, dv,
     q_strides, k_strides, v_strides, sum_strides, dk_strides, dv_strides,
     GROUPS, SLOTS, length, before, skip, CHUNK,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -412,9 +442,10 @@ def chunk_key_grads(
     A1: tl.constexpr, A2: tl.constexpr, CAUSAL: tl.constexpr, READ_EDGE: tl.constexpr,
     FACTOR: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a tile of keys and values.
+    """The gradient of a tile of keys or, without ``dk``, of values: both do not fit the registers.
 
-    ``length`` is that of the queries. Tiles of the keys before them come first.
+    ``length`` is that of the queries. Tiles of the keys before them come first. ``received``
+    [N, S, 2] gets the products of values with their gradient, as for queries.
     """
     SUM: tl.constexpr = k.dtype.element_ty
     earlier = tl.cdiv(before, BLOCK)
@@ -437,23 +468,27 @@ def chunk_key_grads(
         v_extra = _load_extra(v, keys, v_strides, end, CHANNELS)
     dstates += (n * SLOTS + slot) * (CHANNELS + EXTRA) * ROWS
 
-    dv_out = tl.full((BLOCK, BLOCK_C), 0.0, SUM)
-    dv_extra = tl.full((BLOCK,), 0.0, SUM)
-    dk_out = tl.full((BLOCK, BLOCK_D), 0.0, SUM)
+    out = tl.full((BLOCK, BLOCK_C if dk is None else BLOCK_D), 0.0, SUM)
+    extra = tl.full((BLOCK,), 0.0, SUM)  # of the gradient of values
+    INNER: tl.constexpr = received is not None
+    inner = tl.full((BLOCK,), 0.0, SUM)
+    pairs = tl.full((BLOCK,), 0.0, SUM)
     if (slot < SLOTS - 1) | READ_EDGE:
-        dv_out, dv_extra = _read_state(
-            k, k_strides, keys, end, dstates, counts, blocks,
-            WIDTH, CHANNELS, BLOCK_C, EXTRA, PAIRS, ROWS, FACTOR, PRECISION,
-        )  # fmt: skip
-        dk_out = _state_grad(
-            k, k_strides, keys, end, v_tile, v_extra, dstates, counts, blocks,
-            WIDTH, BLOCK_D, CHANNELS, BLOCK_C, EXTRA, PAIRS, ROWS, FACTOR, PRECISION,
-        )  # fmt: skip
+        if dk is None:
+            out, extra = _read_state(
+                k, k_strides, keys, end, dstates, counts, blocks,
+                WIDTH, CHANNELS, BLOCK_C, EXTRA, PAIRS, ROWS, FACTOR, PRECISION,
+            )  # fmt: skip
+        else:
+            out, inner = _state_grad(
+                k, k_strides, keys, end, v_tile, v_extra, dstates, counts, blocks, INNER,
+                WIDTH, BLOCK_D, CHANNELS, BLOCK_C, EXTRA, PAIRS, ROWS, FACTOR, PRECISION,
+            )  # fmt: skip
     if fading is not None:
         added = tl.load(fading + n * keys_total + keys, mask=keys < end, other=0.0)
-        dv_out *= added[:, None]
-        dv_extra *= added
-        dk_out *= added[:, None]
+        out *= added[:, None]
+        extra *= added
+        inner *= added
     if CAUSAL:
         k_tile = load_rows(k, keys, k_strides, end, WIDTH, BLOCK_D)
         for group in range(GROUPS):
@@ -468,16 +503,29 @@ def chunk_key_grads(
                     q_tile, k_tile, running, queries, keys - before, n, length, before,
                     A0, A1, A2, FACTOR, PRECISION,
                 )  # fmt: skip
-                dweights = _product(grad, tl.trans(v_tile), SUM, FACTOR, PRECISION)
                 if EXTRA:
-                    extra = _load_extra(dsums_head, queries, sum_strides, length, CHANNELS)
-                    dweights += extra[:, None] * v_extra[None, :]
-                    dv_extra += tl.sum(weights * extra[:, None], 0)
-                dv_out += _product(tl.trans(weights), grad, SUM, FACTOR, PRECISION)
-                dscores = tl.trans(slopes * dweights)
-                dk_out += _product(dscores, q_tile, SUM, FACTOR, PRECISION)
-    store_rows(at_head(dk, dk_strides, n, 0), keys, dk_strides, end, dk_out, WIDTH, BLOCK_D)
-    dv = at_head(dv, dv_strides, n, 0)
-    store_rows(dv, keys, dv_strides, end, dv_out, CHANNELS, BLOCK_C)
-    if EXTRA:
-        _store_extra(dv, keys, dv_strides, end, dv_extra, CHANNELS)
+                    grad_extra = _load_extra(dsums_head, queries, sum_strides, length, CHANNELS)
+                if dk is None:
+                    out += _product(tl.trans(weights), grad, SUM, FACTOR, PRECISION)
+                    if EXTRA:
+                        extra += tl.sum(weights * grad_extra[:, None], 0)
+                else:
+                    dweights = _product(grad, tl.trans(v_tile), SUM, FACTOR, PRECISION)
+                    if EXTRA:
+                        dweights += grad_extra[:, None] * v_extra[None, :]
+                    dscores = tl.trans(slopes * dweights)
+                    out += _product(dscores, q_tile, SUM, FACTOR, PRECISION)
+                    if INNER:
+                        others = queries[:, None] != (keys - before)[None, :]
+                        pairs += tl.sum(tl.where(others, weights * dweights, 0.0), 0)
+    if dk is None:
+        dv = at_head(dv, dv_strides, n, 0)
+        store_rows(dv, keys, dv_strides, end, out, CHANNELS, BLOCK_C)
+        if EXTRA:
+            _store_extra(dv, keys, dv_strides, end, extra, CHANNELS)
+    else:
+        store_rows(at_head(dk, dk_strides, n, 0), keys, dk_strides, end, out, WIDTH, BLOCK_D)
+        if INNER:
+            places = received + (n * keys_total + keys) * 2
+            tl.store(places, inner, mask=keys < end)
+            tl.store(places + 1, pairs, mask=keys < end)

@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from operator import index
 from typing import Any, NamedTuple
@@ -120,24 +120,25 @@ def gradients(
     dsums: Tensor,
     dlast: Tensor | None,
     out: Columns,
-    sums: Tensor | None,
+    decays: bool,
 ) -> None:
-    """Fill the gradients ``out``; that of log decays needs the ``sums``, and is left without."""
+    """Fill the gradients ``out``, that of log decays if ``decays``."""
     for heads, call in _calls(inputs, chunks):
         own, states, grads = dsums[heads], kept[heads], out.of(heads)
         call.reads_last |= dlast is not None
         dstates = call.new_states(call.slots.count + 1)
         found = None if dlast is None else dlast[heads]
-        inner = call.state_grads(own, found, dstates, None if sums is None else states)
-        call.query_grads(states, own, grads.queries)
-        call.key_grads(dstates, own, grads.keys, grads.values)
+        inner = call.state_grads(own, found, dstates, states if decays else None)
+        by_query, by_key = call.received() if decays else (None, None)
+        call.query_grads(states, by_query, own, grads.queries)
+        call.key_grads(dstates, by_key, own, grads.keys, grads.values)
         if inputs.state is not None:
             assert grads.state is not None
             counted = call.layout.to_library(dstates[:, 0]) * call.layout.multiplicities
             grads.state.copy_(counted)
-        if sums is not None and inner is not None:
+        if by_query is not None and by_key is not None and inner is not None:
             assert grads.log_decay is not None
-            grads.log_decay.copy_(call.decay_grad(sums[heads], own, grads.values, inner))
+            grads.log_decay.copy_(call.decay_grad(by_query, by_key, inner))
 
 
 def _calls(inputs: Columns, chunks: Chunks) -> Iterator[tuple[slice, _Call]]:
@@ -344,19 +345,34 @@ class _Call:
             noise *= self.fading.queries.unsqueeze(1)
         return ROUNDING * torch.finfo(self.k.dtype).eps * noise
 
-    def decay_grad(self, sums: Tensor, dsums: Tensor, dvalues: Tensor, inner: Tensor) -> Tensor:
+    def received(self) -> tuple[Tensor, Tensor]:
+        """Uninitialised memory for what :meth:`decay_grad` needs of queries and of keys."""
+        by_query = self.k.new_empty(self.heads, self.groups, self.queries, 2)
+        return by_query, self.k.new_empty(self.heads, self.keys, 2)
+
+    def decay_grad(self, by_query: Tensor, by_key: Tensor, inner: Tensor) -> Tensor:
         """The gradient of log decays, [N, 1, S].
 
-        As ``fading.decay_grad``, but what queries and keys receive is summed to the end of a chunk;
-        ``inner`` has what all later ones receive. Over all keys the rounding errors would add up.
+        A decay fades what its own and later queries of the chunk read from the state, what earlier
+        keys of the chunk add to it, the state between (``inner``), and the pairs within the chunk
+        of an earlier key and a later query. Only the last are a difference, and of the same
+        numbers: a query's own key, and keys of other chunks, would have to cancel.
         """
         assert self.inputs.log_decay is not None
         dtype = self.inputs.log_decay.dtype
-        received = -(self.inputs.values * dvalues).sum(1, dtype=dtype)
-        received[:, self.slots.before :] += (sums * dsums).sum((1, 2), dtype=dtype)
-        later = F.pad(received.flip(1).cumsum(1).flip(1), (0, 1))
-        beyond = inner[:, 1:].to(dtype) - later[:, self._last_of() + 1]
-        return (later[:, :-1] + beyond[:, self._chunk_of()]).unsqueeze(1)
+        read, pairs = F.pad(by_query.sum(1, dtype=dtype), (0, 0, self.slots.before, 0)).unbind(-1)
+        added, lost = by_key.to(dtype).unbind(-1)
+        chunk, last = self._chunk_of(), self._last_of()
+
+        def to_the_end(x: Tensor) -> Tensor:
+            later = F.pad(x.flip(1).cumsum(1).flip(1), (0, 1))
+            return later[:, :-1] - later[:, last + 1][:, chunk]
+
+        before = F.pad(added.cumsum(1), (1, 0))
+        start = F.pad(last + 1, (1, -1))[chunk]
+        earlier = before[:, :-1] - before[:, start]
+        found = to_the_end(read + pairs - lost) + earlier + inner[:, chunk]
+        return found.unsqueeze(1)
 
     def states(self, states: Tensor) -> None:
         """Fill slots with the states before each chunk, and after the last one."""
@@ -376,7 +392,8 @@ class _Call:
     ) -> Tensor | None:
         """Fill slots with the gradients of the states, without multiplicities.
 
-        Returns their inner products with ``states`` [N, slots], if these are given.
+        Returns the inner products of ``states`` with the gradients that they get through the states
+        after them, [N, slots].
         """
         layout = self.layout
         inputs = self.q, _tokens(dsums), self.fading.queries, layout.blocks, layout.factors
@@ -408,32 +425,47 @@ class _Call:
 
     def sums(self, states: Tensor, out: Tensor) -> None:
         """Fill the sums."""
-        programs = self.heads * self.groups * -(-self.queries // _TILE)
-        self._by_token("chunk_sums", programs, states, self.fading.queries, out)
+        self._by_query("chunk_sums", states, (), out)
 
-    def query_grads(self, states: Tensor, dsums: Tensor, dq: Tensor) -> None:
+    def query_grads(
+        self, states: Tensor, received: Tensor | None, dsums: Tensor, dq: Tensor
+    ) -> None:
         """Fill the gradient of queries."""
-        programs = self.heads * self.groups * -(-self.queries // _TILE)
-        self._by_token("chunk_query_grads", programs, states, self.fading.queries, dsums, dq)
+        self._by_query("chunk_query_grads", states, (received,), dsums, dq)
 
-    def key_grads(self, dstates: Tensor, dsums: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def _by_query(
+        self, name: str, states: Tensor, received: tuple[Tensor | None, ...], *others: Tensor
+    ) -> None:
+        pointers = self.fading.queries, states, self.layout.weights, self.layout.blocks
+        programs = self.heads * self.groups * -(-self.queries // _TILE)
+        self._by_token(name, programs, (*pointers, *received), others, self.reads_first)
+
+    def key_grads(
+        self, dstates: Tensor, received: Tensor | None, dsums: Tensor, dk: Tensor, dv: Tensor
+    ) -> None:
         """Fill the gradients of keys and values."""
+        pointers = self.fading.keys, dstates, self.layout.counts, self.layout.blocks, received
         before = self.slots.before
-        tiles = -(-before // _TILE) + -(-(self.keys - before) // _TILE)
-        outputs = dsums, dk, dv
-        self._by_token("chunk_key_grads", self.heads * tiles, dstates, self.fading.keys, *outputs)
+        programs = self.heads * (-(-before // _TILE) + -(-(self.keys - before) // _TILE))
+        for outputs in ((dk, None), (None, dv)):
+            others = dsums, *outputs
+            self._by_token("chunk_key_grads", programs, pointers, others, self.reads_last)
 
     def _by_token(
-        self, name: str, programs: int, states: Tensor, fading: Tensor | None, *outputs: Tensor
+        self,
+        name: str,
+        programs: int,
+        pointers: tuple[Tensor | None, ...],
+        others: Sequence[Tensor | None],
+        edge: bool,
     ) -> None:
-        rows = self.layout.counts if name == "chunk_key_grads" else self.layout.weights
-        others = [_tokens(x) for x in outputs]
-        given = self.q, self.k, self.v, self.fading.running, fading, states, rows
-        strides = (x.stride() for x in (self.q, self.k, self.v, *others))
+        given = self.q, self.k, self.v, self.fading.running, *pointers
+        views = [None if x is None else _tokens(x) for x in others]
+        strides = (None if x is None else x.stride() for x in (self.q, self.k, self.v, *views))
+        states = pointers[1]
+        assert states is not None
         sizes = self.groups, states.shape[1], self.queries, *self.slots[:3]
-        edge = self.reads_last if name == "chunk_key_grads" else self.reads_first
-        pointers = *given, self.layout.blocks, *others
-        self._launch(name, programs, *pointers, *strides, *sizes, READ_EDGE=edge)
+        self._launch(name, programs, *given, *views, *strides, *sizes, READ_EDGE=edge)
 
     def _launch(self, name: str, programs: int, *arguments: Any, **options: Any) -> None:
         kernel, dtype = getattr(self.kernels, name), self.k.dtype
