@@ -37,7 +37,11 @@ MAX_ORDER, MAX_WIDTH, WIDTHS = 2, 128, 16  # heads are multiples of 16 wide
 TOKENS = 64  # the lengths of chunks are multiples of this
 _SIDE = 8  # channels of a block of the kernels
 _ELEMENTS = 2**28  # of the states that are in memory at once, but those for the backward pass
-_TILE, _SCANNED, _WARPS = 64, 1024, 4  # tokens of a tile; elements of a state; warps
+# By the products: tokens of a tile and pipeline stages. Without tensor cores, factors of a product
+# are in registers, where those of longer tiles do not fit.
+_TILES = {"bfloat16": (64, 2), "tf32": (32, 1), "ieee": (16, 1)}
+_NARROW = 64  # up to this width of heads 4 warps share a tile, beyond it 8
+_SCANNED = 1024  # elements of a state that a program adds up
 _INSTALLED = importlib.util.find_spec("triton") is not None
 
 
@@ -298,6 +302,9 @@ class _Call:
         self.reads_first = inputs.state is not None or self.slots.skip > 0
         self.reads_last = not chunks.causal
         self.kernels = importlib.import_module("softmax_rnn.ops.forms.triton_chunk_kernels")
+        self.tile, self.stages = _TILES[chunks.products]
+        if self.kernels.INTERPRETED:  # where a program takes as long for any tile
+            self.tile = TOKENS
         self.fading = self._fading()
 
     def new_states(self, slots: int) -> Tensor:
@@ -437,7 +444,7 @@ class _Call:
         self, name: str, states: Tensor, received: tuple[Tensor | None, ...], *others: Tensor
     ) -> None:
         pointers = self.fading.queries, states, self.layout.weights, self.layout.blocks
-        programs = self.heads * self.groups * -(-self.queries // _TILE)
+        programs = self.heads * self.groups * -(-self.queries // self.tile)
         self._by_token(name, programs, (*pointers, *received), others, self.reads_first)
 
     def key_grads(
@@ -446,7 +453,7 @@ class _Call:
         """Fill the gradients of keys and values."""
         pointers = self.fading.keys, dstates, self.layout.counts, self.layout.blocks, received
         before = self.slots.before
-        programs = self.heads * (-(-before // _TILE) + -(-(self.keys - before) // _TILE))
+        programs = self.heads * sum(-(-n // self.tile) for n in (before, self.keys - before))
         for outputs in ((dk, None), (None, dv)):
             others = dsums, *outputs
             self._by_token("chunk_key_grads", programs, pointers, others, self.reads_last)
@@ -484,12 +491,14 @@ class _Call:
             "CAUSAL": self.chunks.causal,
             "FACTOR": language.bfloat16 if half else getattr(language, str(dtype)[6:]),
             "PRECISION": "ieee" if half else self.chunks.products,
-            "BLOCK": _TILE,
+            "BLOCK": self.tile,
             **dict(zip(names, self.layout.coefficients, strict=True)),
         }
         used = {key: x for key, x in (constants | options).items() if key in kernel.arg_names}
         with torch.cuda.device(self.k.device) if self.k.is_cuda else nullcontext():
-            kernel[(programs,)](*arguments, **used, num_warps=_WARPS)
+            warps = 4 if max(self.width, self.channels - extra) <= _NARROW else 8
+            launch = {"num_warps": warps, "num_stages": self.stages}
+            kernel[(programs,)](*arguments, **used, **launch)
 
 
 def _tokens(x: Tensor) -> Tensor:
