@@ -13,7 +13,6 @@ import importlib
 import re
 import subprocess
 import tempfile
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,7 +30,9 @@ KERNELS = ("add_states", "scan_states", "chunk_sums", "chunk_query_grads", "chun
 class _Compiled:
     """In place of a kernel: compiles it instead of running it."""
 
-    def __init__(self, name: str, kernel: Any, note: list[Any], rows: list[tuple[Any, ...]]) -> None:
+    def __init__(
+        self, name: str, kernel: Any, note: list[Any], rows: list[tuple[Any, ...]]
+    ) -> None:
         self.name, self.kernel, self.note, self.rows = name, kernel, note, rows
         self.arg_names = kernel.arg_names
 
@@ -45,6 +46,22 @@ class _Compiled:
             self.rows.append((self.name, gradient, *self.note, *usage, compiled.metadata.shared))
 
         return launch
+
+
+class _Driver:
+    """In place of that of a GPU, which need not be here."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # compiled kernels are kept by the device
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
 
 
 def _usage(ptx: str) -> tuple[int, int]:
@@ -73,14 +90,7 @@ def compile_all(capabilities: list[int], dtypes: list[str], widths: list[int]) -
         setattr(kernels, name, _Compiled(name, getattr(kernels, name), note, rows))
     spec = AttentionSpec(series="taylor", order=2, decay="token")
     for capability in capabilities:
-        target = GPUTarget("cuda", capability, 32)
-        driver.set_active(
-            SimpleNamespace(
-                get_current_target=lambda target=target: target,
-                get_current_device=lambda target=target: target.arch,  # under which kernels are kept
-                get_current_stream=lambda device=None: 0,
-            )
-        )
+        driver.set_active(_Driver(capability))
         for dtype in dtypes:
             for width in widths:
                 note[:] = capability, dtype, width
@@ -90,7 +100,10 @@ def compile_all(capabilities: list[int], dtypes: list[str], widths: list[int]) -
                 products = triton_chunks.product_type(getattr(torch, dtype))
                 chunks = triton_chunks.Chunks(spec, 0.1, products, True, 64, False)
                 out = torch.zeros(1, 2, 70, width + 1).movedim(-1, 1)
-                kept, empty = q.new_empty(triton_chunks.states_shape(inputs, chunks)), q.new_empty(0)
+                kept, empty = (
+                    q.new_empty(triton_chunks.states_shape(inputs, chunks)),
+                    q.new_empty(0),
+                )
                 triton_chunks.sums(inputs, chunks, out, empty, empty, kept)
                 grads = Columns(*(x if x is None else torch.empty_like(x) for x in inputs))
                 triton_chunks.gradients(inputs, chunks, kept, out, None, grads, True)

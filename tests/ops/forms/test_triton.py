@@ -6,9 +6,7 @@ import dataclasses
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,9 +17,9 @@ from cases import LAYOUTS, MASKS, WIDENED, Case, Shape, assert_close, make_case
 from softmax_rnn.ops.forms import triton as form
 from softmax_rnn.ops.forms.dense import dense
 from softmax_rnn.ops.spec import AttentionSpec
+from triton_device import forget_the_kernels
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
-tl = pytest.importorskip("triton.language")
+pytest.importorskip("triton", reason="Triton is not installed")
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 TOLERANCE = {
@@ -31,53 +29,10 @@ TOLERANCE = {
     torch.float16: 5e-3,
 }
 KERNELS = "softmax_rnn.ops.forms.triton_kernels"
-TILES = "softmax_rnn.ops.forms.triton_tiles"
 SMALL = Shape(batch=1, heads=2, kv_heads=1, queries=37, keys=41)
 SHIFTED, BOUNDED = AttentionSpec(), AttentionSpec(clamp=0.5, denominator="none")
 MAPS = ("elu1", "relu", "cosine")
 COMPUTED = {name: spec for name, spec in WIDENED.items() if spec.decay != "channel"}
-
-
-def forget_the_kernels() -> None:
-    """The next import decides anew whether Triton compiles or interprets them."""
-    for module in (KERNELS, TILES):
-        sys.modules.pop(module, None)
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[str]:
-    """A GPU; where there is none the CPU, on which Triton interprets the kernels."""
-    if torch.cuda.is_available():
-        yield "cuda"
-        return
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    builder, patch_tensor = interpreter.InterpreterBuilder, interpreter._patch_lang_tensor
-    create_dot = builder.create_dot
-
-    def patch_index(tensor: Any, scope: Any) -> None:
-        """NumPy 2.4 makes no integer of an array of one."""
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda x: x.handle.data.item())
-
-    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        """The interpreter's own multiplies the bits of bfloat16 as integers."""
-        factors = (
-            self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)
-        )
-        return create_dot(self, *factors, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setattr(interpreter, "_patch_lang_tensor", patch_index)
-        patch.setattr(builder, "create_dot", dot)
-        # Triton's own functions became what the environment said when it was imported.
-        for module in (tl, sys.modules["triton.language.standard"]):
-            for name, function in list(vars(module).items()):
-                if isinstance(function, triton.runtime.JITFunction):
-                    patch.setattr(module, name, triton.jit(function.fn))
-        forget_the_kernels()
-        yield "cpu"
-    forget_the_kernels()
 
 
 def run(case: Case, device: str, dtype: torch.dtype = torch.float64) -> list[dict[str, Tensor]]:

@@ -52,7 +52,8 @@ def to_columns(
 ) -> Columns:
     """All channels of a hidden key are zero, so that it adds nothing to any sum.
 
-    Queries are multiplied by ``scale``. With ``by_token`` keys and values keep a row per token in memory, else they are contiguous.
+    Queries are multiplied by ``scale``. With ``by_token`` keys and values keep a row per token in
+    memory, else they are contiguous.
     """
     dtype = compute_dtype(q.dtype)
     keys, channels = k.to(dtype), v.to(dtype)

@@ -11,9 +11,9 @@ queries form chunks of CHUNK tokens, and the ``before`` keys before them one chu
 There ``skip`` slots come first. If EXTRA, there is one more channel than CHANNELS: that of the
 weight sum, which is computed without products of a lower precision.
 
-Tensors of tokens are [N, G, tokens, channels] with four strides; G is 1 for keys and values. Factors
-of fading are contiguous: of queries or keys [N, tokens], of whole chunks [N, CHUNKS]. Sums have
-the type of the tensors, factors of products are rounded to FACTOR.
+Tensors of tokens are [N, G, tokens, channels] with four strides; G is 1 for keys and values.
+Factors of fading are contiguous: of queries or keys [N, tokens], of whole chunks [N, CHUNKS]. Sums
+have the type of the tensors, factors of products are rounded to FACTOR.
 """
 
 from __future__ import annotations
@@ -21,6 +21,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from softmax_rnn.ops.forms.triton_state_tiles import (
+    TILE,
+    linear_features,
+    load_extra,
+    pair_features,
+    product,
+    read_state,
+    state_grad,
+    store_extra,
+)
 from softmax_rnn.ops.forms.triton_tiles import (
     at_head,
     fading_between,
@@ -30,68 +40,6 @@ from softmax_rnn.ops.forms.triton_tiles import (
 )
 
 INTERPRETED = triton.knobs.runtime.interpret
-SIDE = 8  # channels of a block
-_SIDE = tl.constexpr(SIDE)
-_ROWS = tl.constexpr(SIDE * SIDE)
-
-
-@triton.jit
-def _product(a, b, SUM: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr):
-    return tl.dot(a.to(FACTOR), b.to(FACTOR), input_precision=PRECISION, out_dtype=SUM)
-
-
-@triton.jit
-def _block(x, first, strides, tokens, end):
-    """Channels ``first`` to ``first + 8`` of tokens, [tokens, 8]."""
-    return load_rows(x + first * strides[3], tokens, strides, end, _SIDE, _SIDE)
-
-
-@triton.jit
-def _pair_features(x, tile, blocks, strides, tokens, end):
-    """The products of two blocks of channels, [tokens, 64]."""
-    left = _block(x, tl.load(blocks + 2 * tile), strides, tokens, end)
-    right = _block(x, tl.load(blocks + 2 * tile + 1), strides, tokens, end)
-    return tl.reshape(left[:, :, None] * right[:, None, :], (left.shape[0], _ROWS))
-
-
-@triton.jit
-def _linear_features(x, tile, strides, tokens, end, WIDTH: tl.constexpr):
-    """The channels of a tile, and ones behind the last channel, [tokens, 64]."""
-    channels = tl.arange(0, _ROWS)[None, :] + tile * _ROWS
-    offsets = tokens[:, None].to(tl.int64) * strides[2] + channels * strides[3]
-    found = tl.load(x + offsets, mask=(tokens[:, None] < end) & (channels < WIDTH), other=0.0)
-    return tl.where(channels == WIDTH, 1.0, found)
-
-
-@triton.jit
-def _load_extra(x, tokens, strides, end, CHANNELS: tl.constexpr):
-    """The channel of the weight sum, [tokens]."""
-    pointers = x + tokens.to(tl.int64) * strides[2] + CHANNELS * strides[3]
-    return tl.load(pointers, mask=tokens < end, other=0.0)
-
-
-@triton.jit
-def _store_extra(x, tokens, strides, end, values, CHANNELS: tl.constexpr):
-    pointers = x + tokens.to(tl.int64) * strides[2] + CHANNELS * strides[3]
-    tl.store(pointers, values, mask=tokens < end)
-
-
-@triton.jit
-def _load_state(
-    state, factors, tile, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """A tile of rows times their factors, [channels, 64]."""
-    rows, channels = tl.arange(0, _ROWS) + tile * _ROWS, tl.arange(0, BLOCK_C)
-    inside = channels[:, None] < CHANNELS
-    found = tl.load(state + channels[:, None] * ROWS + rows[None, :], mask=inside, other=0.0)
-    return found * tl.load(factors + rows)[None, :]
-
-
-@triton.jit
-def _load_extra_row(state, factors, tile, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """As ``_load_state``, of the channel of the weight sum, [64]."""
-    rows = tl.arange(0, _ROWS) + tile * _ROWS
-    return tl.load(state + CHANNELS * ROWS + rows) * tl.load(factors + rows)
 
 
 @triton.jit
@@ -100,26 +48,26 @@ def _add_tokens(
     LINEAR: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
     EXTRA: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sums over tokens of features times values, [64, channels], and times the extra channel."""
+    """The sums over tokens of features times values, [64, channels], and [64] of the extra one."""
     SUM: tl.constexpr = x.dtype.element_ty
-    out = tl.full((_ROWS, BLOCK_C), 0.0, SUM)
-    extra = tl.full((_ROWS,), 0.0, SUM)
+    out = tl.full((TILE, BLOCK_C), 0.0, SUM)
+    extra = tl.full((TILE,), 0.0, SUM)
     for group in range(GROUPS):
         x_head = at_head(x, x_strides, n, group)
         values_head = at_head(values, value_strides, n, group)
         for first in range(start, end, BLOCK):
             tokens = first + tl.arange(0, BLOCK)
             if LINEAR:
-                features = _linear_features(x_head, tile, x_strides, tokens, end, WIDTH)
+                features = linear_features(x_head, tile, x_strides, tokens, end, WIDTH)
             else:
-                features = _pair_features(x_head, tile, blocks, x_strides, tokens, end)
+                features = pair_features(x_head, tile, blocks, x_strides, tokens, end)
             added = load_rows(values_head, tokens, value_strides, end, CHANNELS, BLOCK_C)
             if fading is not None:
                 factors = tl.load(fading + n * length + tokens, mask=tokens < end, other=0.0)
                 added *= factors[:, None]
-            out += _product(tl.trans(features), added, SUM, FACTOR, PRECISION)
+            out += product(tl.trans(features), added, SUM, FACTOR, PRECISION)
             if EXTRA:
-                weights = _load_extra(values_head, tokens, value_strides, end, CHANNELS)
+                weights = load_extra(values_head, tokens, value_strides, end, CHANNELS)
                 if fading is not None:
                     weights *= factors
                 extra += tl.sum(features * weights[:, None], 0)
@@ -138,7 +86,7 @@ def add_states(
 
     Slot ``skip + c`` gets chunk ``c`` of those after ``before``, slot 1 the tokens before.
     """
-    TILES: tl.constexpr = ROWS // _ROWS
+    TILES: tl.constexpr = ROWS // TILE
     tile = tl.program_id(0) % TILES
     slot = tl.program_id(0) // TILES % SLOTS
     n = (tl.program_id(0) // (TILES * SLOTS)).to(tl.int64)
@@ -153,10 +101,10 @@ def add_states(
         )  # fmt: skip
     else:
         out, extra = _add_tokens(
-            x, values, fading, blocks, x_strides, value_strides, n, tile - PAIRS, start, end, length,
-            GROUPS, True, WIDTH, CHANNELS, BLOCK_C, EXTRA, FACTOR, PRECISION, BLOCK,
+            x, values, fading, blocks, x_strides, value_strides, n, tile - PAIRS, start, end,
+            length, GROUPS, True, WIDTH, CHANNELS, BLOCK_C, EXTRA, FACTOR, PRECISION, BLOCK,
         )  # fmt: skip
-    rows, channels = tl.arange(0, _ROWS) + tile * _ROWS, tl.arange(0, BLOCK_C)
+    rows, channels = tl.arange(0, TILE) + tile * TILE, tl.arange(0, BLOCK_C)
     if factors is not None:
         own = tl.load(factors + rows)
         out *= own[:, None]
@@ -187,7 +135,7 @@ def scan_states(
         count = tl.load(counts + places % ROWS, mask=inside, other=0.0)
     for step in range(SLOTS):
         slot = SLOTS - 1 - step if REVERSED else step
-        if kept is not None:
+        if kept is not None:  # noqa: SIM102
             if step > 0:
                 total *= tl.load(kept + n * CHUNKS + (slot if REVERSED else slot - 1))
         if inner is not None:
@@ -197,88 +145,6 @@ def scan_states(
         pointers = states + (n * SLOTS + slot) * SIZE + places
         total += tl.load(pointers, mask=inside, other=0.0)
         tl.store(pointers, total, mask=inside)
-
-
-@triton.jit
-def _read_state(
-    x, strides, tokens, end, state, factors, blocks,
-    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, EXTRA: tl.constexpr,
-    PAIRS: tl.constexpr, ROWS: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The features of tokens times a state, [tokens, channels] and [tokens]."""
-    SUM: tl.constexpr = x.dtype.element_ty
-    out = tl.full((tokens.shape[0], BLOCK_C), 0.0, SUM)
-    extra = tl.full((tokens.shape[0],), 0.0, SUM)
-    for tile in range(PAIRS):
-        features = _pair_features(x, tile, blocks, strides, tokens, end)
-        rows = _load_state(state, factors, tile, ROWS, CHANNELS, BLOCK_C)
-        out += _product(features, tl.trans(rows), SUM, FACTOR, PRECISION)
-        if EXTRA:
-            row = _load_extra_row(state, factors, tile, ROWS, CHANNELS)
-            extra += tl.sum(features * row[None, :], 1)
-    for tile in range(ROWS // _ROWS - PAIRS):
-        features = _linear_features(x, tile, strides, tokens, end, WIDTH)
-        rows = _load_state(state, factors, PAIRS + tile, ROWS, CHANNELS, BLOCK_C)
-        out += _product(features, tl.trans(rows), SUM, FACTOR, PRECISION)
-        if EXTRA:
-            row = _load_extra_row(state, factors, PAIRS + tile, ROWS, CHANNELS)
-            extra += tl.sum(features * row[None, :], 1)
-    return out, extra
-
-
-@triton.jit
-def _state_grad(
-    x, strides, tokens, end, grad, grad_extra, state, factors, blocks, INNER: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
-    EXTRA: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, FACTOR: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The gradient of ``x`` through what ``_read_state`` returns, [tokens, BLOCK_D].
-
-    If INNER, also the product of what it returns with the gradient, [tokens].
-    """
-    SUM: tl.constexpr = x.dtype.element_ty
-    TOKENS: tl.constexpr = tokens.shape[0]
-    BLOCKS: tl.constexpr = BLOCK_D // _SIDE
-    out = tl.full((TOKENS, BLOCKS, _SIDE), 0.0, SUM)
-    inner = tl.full((TOKENS,), 0.0, SUM)
-    places = tl.arange(0, BLOCKS)[None, :, None] * _SIDE
-    for tile in range(PAIRS):
-        left, right = tl.load(blocks + 2 * tile), tl.load(blocks + 2 * tile + 1)
-        rows = _load_state(state, factors, tile, ROWS, CHANNELS, BLOCK_C)
-        dfeatures = _product(grad, rows, SUM, FACTOR, PRECISION)
-        if EXTRA:
-            row = _load_extra_row(state, factors, tile, ROWS, CHANNELS)
-            dfeatures += grad_extra[:, None] * row[None, :]
-        pairs = tl.reshape(dfeatures, (TOKENS, _SIDE, _SIDE))
-        own = _block(x, left, strides, tokens, end)
-        dleft = tl.sum(pairs * _block(x, right, strides, tokens, end)[:, None, :], 2)
-        dright = tl.sum(pairs * own[:, :, None], 1)
-        if INNER:
-            inner += tl.sum(own * dleft, 1)
-        out += tl.where(places == left, dleft[:, None, :], 0.0)
-        out += tl.where(places == right, dright[:, None, :], 0.0)
-    total = tl.reshape(out, (TOKENS, BLOCK_D))
-    if ROWS > PAIRS * _ROWS:  # the rows of the channels themselves, and that of ones
-        rows, channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C)
-        state += PAIRS * _ROWS
-        factors += PAIRS * _ROWS
-        inside = (channels[:, None] < CHANNELS) & (rows[None, :] < WIDTH)
-        factor = tl.load(factors + rows, mask=rows < WIDTH, other=0.0)
-        found = tl.load(state + channels[:, None] * ROWS + rows[None, :], mask=inside, other=0.0)
-        linear = _product(grad, found * factor[None, :], SUM, FACTOR, PRECISION)
-        if EXTRA:
-            row = tl.load(state + CHANNELS * ROWS + rows, mask=rows < WIDTH, other=0.0)
-            linear += grad_extra[:, None] * (row * factor)[None, :]
-        total += linear
-        if INNER:
-            inner += tl.sum(linear * load_rows(x, tokens, strides, end, WIDTH, BLOCK_D), 1)
-            ones = tl.load(state + channels * ROWS + WIDTH, mask=channels < CHANNELS, other=0.0)
-            constant = tl.sum(grad * ones[None, :], 1)
-            if EXTRA:
-                constant += grad_extra * tl.load(state + CHANNELS * ROWS + WIDTH)
-            inner += constant * tl.load(factors + WIDTH)
-    return total, inner
 
 
 @triton.jit
@@ -295,7 +161,7 @@ def _pairs(
 
     ``queries`` and ``keys`` are positions of those after ``before``; ``length`` is their number.
     """
-    scores = _product(q_tile, tl.trans(k_tile), q_tile.dtype, FACTOR, PRECISION)
+    scores = product(q_tile, tl.trans(k_tile), q_tile.dtype, FACTOR, PRECISION)
     down, across = queries[:, None], keys[None, :]
     visible = (across <= down) & (down < length)
     scores = hide(scores, visible)  # those of later keys may overflow
@@ -332,7 +198,7 @@ def chunk_sums(
     out = tl.full((BLOCK, BLOCK_C), 0.0, SUM)
     extra = tl.full((BLOCK,), 0.0, SUM)
     if (chunk > 0) | READ_EDGE:
-        out, extra = _read_state(
+        out, extra = read_state(
             q, q_strides, queries, length, states, factors, blocks,
             WIDTH, CHANNELS, BLOCK_C, EXTRA, PAIRS, ROWS, FACTOR, PRECISION,
         )  # fmt: skip
@@ -352,14 +218,14 @@ def chunk_sums(
                 q_tile, k_tile, running, queries, keys, n, length, before,
                 A0, A1, A2, FACTOR, PRECISION,
             )  # fmt: skip
-            out += _product(weights, v_tile, SUM, FACTOR, PRECISION)
+            out += product(weights, v_tile, SUM, FACTOR, PRECISION)
             if EXTRA:
-                values = _load_extra(v, before + keys, v_strides, before + length, CHANNELS)
+                values = load_extra(v, before + keys, v_strides, before + length, CHANNELS)
                 extra += tl.sum(weights * values[None, :], 1)
     sums = at_head(sums, sum_strides, n, group)
     store_rows(sums, queries, sum_strides, length, out, CHANNELS, BLOCK_C)
     if EXTRA:
-        _store_extra(sums, queries, sum_strides, length, extra, CHANNELS)
+        store_extra(sums, queries, sum_strides, length, extra, CHANNELS)
 
 
 @triton.jit
@@ -389,7 +255,7 @@ def chunk_query_grads(
     grad = load_rows(dsums, queries, sum_strides, length, CHANNELS, BLOCK_C)
     grad_extra = tl.full((BLOCK,), 0.0, SUM)
     if EXTRA:
-        grad_extra = _load_extra(dsums, queries, sum_strides, length, CHANNELS)
+        grad_extra = load_extra(dsums, queries, sum_strides, length, CHANNELS)
 
     INNER: tl.constexpr = received is not None
     out = tl.full((BLOCK, BLOCK_D), 0.0, SUM)
@@ -397,7 +263,7 @@ def chunk_query_grads(
     pairs = tl.full((BLOCK,), 0.0, SUM)
     if (chunk > 0) | READ_EDGE:
         states += (n * SLOTS + skip + chunk) * (CHANNELS + EXTRA) * ROWS
-        out, inner = _state_grad(
+        out, inner = state_grad(
             q, q_strides, queries, length, grad, grad_extra, states, factors, blocks, INNER,
             WIDTH, BLOCK_D, CHANNELS, BLOCK_C, EXTRA, PAIRS, ROWS, FACTOR, PRECISION,
         )  # fmt: skip
@@ -417,11 +283,11 @@ def chunk_query_grads(
                 q_tile, k_tile, running, queries, keys, n, length, before,
                 A0, A1, A2, FACTOR, PRECISION,
             )  # fmt: skip
-            dweights = _product(grad, tl.trans(v_tile), SUM, FACTOR, PRECISION)
+            dweights = product(grad, tl.trans(v_tile), SUM, FACTOR, PRECISION)
             if EXTRA:
-                values = _load_extra(v, before + keys, v_strides, before + length, CHANNELS)
+                values = load_extra(v, before + keys, v_strides, before + length, CHANNELS)
                 dweights += grad_extra[:, None] * values[None, :]
-            out += _product(slopes * dweights, k_tile, SUM, FACTOR, PRECISION)
+            out += product(slopes * dweights, k_tile, SUM, FACTOR, PRECISION)
             if INNER:
                 others = queries[:, None] != keys[None, :]
                 pairs += tl.sum(tl.where(others, weights * dweights, 0.0), 1)
@@ -465,7 +331,7 @@ def chunk_key_grads(
     v_tile = load_rows(v, keys, v_strides, end, CHANNELS, BLOCK_C)
     v_extra = tl.full((BLOCK,), 0.0, SUM)
     if EXTRA:
-        v_extra = _load_extra(v, keys, v_strides, end, CHANNELS)
+        v_extra = load_extra(v, keys, v_strides, end, CHANNELS)
     dstates += (n * SLOTS + slot) * (CHANNELS + EXTRA) * ROWS
 
     out = tl.full((BLOCK, BLOCK_C if dk is None else BLOCK_D), 0.0, SUM)
@@ -475,12 +341,12 @@ def chunk_key_grads(
     pairs = tl.full((BLOCK,), 0.0, SUM)
     if (slot < SLOTS - 1) | READ_EDGE:
         if dk is None:
-            out, extra = _read_state(
+            out, extra = read_state(
                 k, k_strides, keys, end, dstates, counts, blocks,
                 WIDTH, CHANNELS, BLOCK_C, EXTRA, PAIRS, ROWS, FACTOR, PRECISION,
             )  # fmt: skip
         else:
-            out, inner = _state_grad(
+            out, inner = state_grad(
                 k, k_strides, keys, end, v_tile, v_extra, dstates, counts, blocks, INNER,
                 WIDTH, BLOCK_D, CHANNELS, BLOCK_C, EXTRA, PAIRS, ROWS, FACTOR, PRECISION,
             )  # fmt: skip
@@ -504,17 +370,17 @@ def chunk_key_grads(
                     A0, A1, A2, FACTOR, PRECISION,
                 )  # fmt: skip
                 if EXTRA:
-                    grad_extra = _load_extra(dsums_head, queries, sum_strides, length, CHANNELS)
+                    grad_extra = load_extra(dsums_head, queries, sum_strides, length, CHANNELS)
                 if dk is None:
-                    out += _product(tl.trans(weights), grad, SUM, FACTOR, PRECISION)
+                    out += product(tl.trans(weights), grad, SUM, FACTOR, PRECISION)
                     if EXTRA:
                         extra += tl.sum(weights * grad_extra[:, None], 0)
                 else:
-                    dweights = _product(grad, tl.trans(v_tile), SUM, FACTOR, PRECISION)
+                    dweights = product(grad, tl.trans(v_tile), SUM, FACTOR, PRECISION)
                     if EXTRA:
                         dweights += grad_extra[:, None] * v_extra[None, :]
                     dscores = tl.trans(slopes * dweights)
-                    out += _product(dscores, q_tile, SUM, FACTOR, PRECISION)
+                    out += product(dscores, q_tile, SUM, FACTOR, PRECISION)
                     if INNER:
                         others = queries[:, None] != (keys - before)[None, :]
                         pairs += tl.sum(tl.where(others, weights * dweights, 0.0), 0)
@@ -522,7 +388,7 @@ def chunk_key_grads(
         dv = at_head(dv, dv_strides, n, 0)
         store_rows(dv, keys, dv_strides, end, out, CHANNELS, BLOCK_C)
         if EXTRA:
-            _store_extra(dv, keys, dv_strides, end, extra, CHANNELS)
+            store_extra(dv, keys, dv_strides, end, extra, CHANNELS)
     else:
         store_rows(at_head(dk, dk_strides, n, 0), keys, dk_strides, end, out, WIDTH, BLOCK_D)
         if INNER:

@@ -9,7 +9,6 @@ kernels are imported at the first call.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import math
@@ -19,7 +18,6 @@ from contextlib import nullcontext
 from operator import index
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,13 +27,11 @@ from softmax_rnn.ops.decay import fade_
 from softmax_rnn.ops.forms.chunk_step import ROUNDING
 from softmax_rnn.ops.forms.columns import Columns
 from softmax_rnn.ops.forms.triton import products, running_sums
-from softmax_rnn.ops.monomials import cumulative_dimension, degrees, multiplicities
-from softmax_rnn.ops.series import PowerSeries
+from softmax_rnn.ops.forms.triton_layout import MAX_ORDER, SIDE, layout, tiles
 from softmax_rnn.ops.spec import AttentionSpec
 
-MAX_ORDER, MAX_WIDTH, WIDTHS = 2, 128, 16  # heads are multiples of 16 wide
+MAX_WIDTH, WIDTHS = 128, 16  # heads are multiples of 16 wide
 TOKENS = 64  # the lengths of chunks are multiples of this
-_SIDE = 8  # channels of a block of the kernels
 _ELEMENTS = 2**28  # of the states that are in memory at once, but those for the backward pass
 # By the products: tokens of a tile and pipeline stages. Without tensor cores, factors of a product
 # are in registers, where those of longer tiles do not fit.
@@ -96,7 +92,7 @@ def product_type(dtype: torch.dtype) -> str:
 def states_shape(inputs: Columns, chunks: Chunks) -> tuple[int, ...]:
     """The shape of the states that :func:`sums` keeps for the backward pass."""
     q, k, v, *_ = inputs
-    rows = sum(_tiles(chunks.spec, index(q.shape[1]))) * _SIDE**2
+    rows = sum(tiles(chunks.spec, index(q.shape[1]))) * SIDE**2
     return len(q), _slots(chunks, q.shape[3], k.shape[2]).read, v.shape[1], rows
 
 
@@ -105,7 +101,7 @@ def sums(
 ) -> None:
     """Fill the sums, the state after all keys, the noise and the backward pass's states.
 
-    The shapes are those of ``chunked``, for the states ``states_shape``; what is not needed is empty.
+    The shapes are those of ``chunked``, and ``states_shape``; what is not needed is empty.
     """
     for heads, call in _calls(inputs, chunks):
         states = kept[heads] if kept.numel() else call.new_states(call.slots.read)
@@ -183,95 +179,6 @@ def _slots(chunks: Chunks, queries: int, keys: int) -> _Slots:
     return _Slots(before, skip, chunks.length, count, count + chunks.keep_state)
 
 
-def _tiles(spec: AttentionSpec, width: int) -> tuple[int, int]:
-    """Number of tiles of rows: of products, and of channels and ones."""
-    first, order = degrees(spec)
-    blocks = width // _SIDE
-    pairs = blocks * (blocks + 1) // 2 if order == MAX_ORDER else 0
-    return pairs, -(-(width + 1) // _SIDE**2) if first < MAX_ORDER else 0
-
-
-class _Layout(NamedTuple):
-    """The rows of states as the kernels have them, and where their numbers are in the library's.
-
-    Attributes:
-        blocks: first channels of the two blocks of each tile of products, int32 [PAIRS, 2].
-        counts: how often each row counts, [rows]; 0 for rows that hold nothing.
-        factors: the coefficient of each row, that of the series times that of the scale.
-        weights: counts times factors.
-        sources: for each row a row of the library's.
-        places: for each row of the library's a row.
-        multiplicities: of the library's rows.
-        powers: [rows, order + 1], the counts of the rows of each power.
-        coefficients: of powers 0 to 2, with the scale.
-    """
-
-    blocks: Tensor
-    counts: Tensor
-    factors: Tensor
-    weights: Tensor
-    sources: Tensor
-    places: Tensor
-    multiplicities: Tensor
-    powers: Tensor
-    coefficients: tuple[float, ...]
-
-    def from_library(self, state: Tensor) -> Tensor:
-        """A state [..., rows] in the order of the kernels."""
-        return state.index_select(-1, self.sources) * (self.counts > 0)
-
-    def to_library(self, state: Tensor) -> Tensor:
-        """The inverse of ``from_library``."""
-        return state.index_select(-1, self.places)
-
-
-# Cached: a host-to-device copy synchronises.
-@functools.lru_cache(maxsize=64)
-def _layout(
-    spec: AttentionSpec, width: int, scale: float, dtype: torch.dtype, device: torch.device
-) -> _Layout:
-    first, order = degrees(spec)
-    blocks = [(i, j) for j in range(0, width, _SIDE) for i in range(0, j + 1, _SIDE)]
-    blocks = blocks if order == MAX_ORDER else []
-    # Of every row: its power, its library row among monomials of all degrees, how often it counts.
-    power, source, counts = [], [], []
-    for i, j in blocks:
-        left, right = np.mgrid[i : i + _SIDE, j : j + _SIDE].reshape(2, -1)
-        low, high = np.minimum(left, right), np.maximum(left, right)
-        source.append(cumulative_dimension(width, 1) + high * (high + 1) // 2 + low)
-        power.append(np.full(len(low), 2))
-        counts.append(np.full(len(low), 1 if i == j else 2))
-    if first < MAX_ORDER:
-        rows = np.arange(_tiles(spec, width)[1] * _SIDE**2)
-        source.append(np.where(rows < width, rows + 1, 0))
-        power.append(np.where(rows < width, 1, 0))
-        counts.append(np.where((rows < width) | ((rows == width) & (first == 0)), 1, 0))
-    powers, sources, count = (np.concatenate(x) for x in (power, source, counts))
-    unused = cumulative_dimension(width, first - 1) if first else 0
-    sources = np.maximum(sources - unused, 0)
-    places = np.zeros(cumulative_dimension(width, order) - unused, np.int64)
-    places[sources[count > 0]] = np.flatnonzero(count > 0)
-    known = [float(a) for a in PowerSeries.from_spec(spec).coefficients or ()]
-    coefficients = [a * scale**n for n, a in enumerate(known)] + [0.0] * (MAX_ORDER - order)
-    factors = np.array(coefficients)[powers]
-    with torch.inference_mode(False):
-
-        def tensor(x: Any, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.tensor(np.asarray(x), dtype=dtype, device=device)
-
-        return _Layout(
-            blocks=tensor(np.array(blocks).reshape(-1, 2), torch.int32),
-            counts=tensor(count),
-            factors=tensor(factors),
-            weights=tensor(count * factors),
-            sources=tensor(sources, torch.int64),
-            places=tensor(places, torch.int64),
-            multiplicities=tensor(multiplicities(width, order)[unused:]),
-            powers=tensor((powers[:, None] == np.arange(order + 1)) * count[:, None]),
-            coefficients=tuple(coefficients),
-        )
-
-
 class _Fading(NamedTuple):
     """The factors of decays, as in ``fading.py``; ``None`` for 1.
 
@@ -297,7 +204,7 @@ class _Call:
         self.heads, self.groups, self.queries, self.width = self.q.shape
         self.keys, self.channels = self.v.shape[2:]
         self.slots = _slots(chunks, self.queries, self.keys)
-        self.layout = _layout(chunks.spec, self.width, chunks.scale, self.k.dtype, self.k.device)
+        self.layout = layout(chunks.spec, self.width, chunks.scale, self.k.dtype, self.k.device)
         # Whether the states before the first chunk of queries and after the last one are not zero.
         self.reads_first = inputs.state is not None or self.slots.skip > 0
         self.reads_last = not chunks.causal
@@ -414,7 +321,7 @@ class _Call:
         self, inputs: tuple[Tensor | None, ...], states: Tensor, sizes: tuple[int, ...]
     ) -> None:
         strides = [x.stride() for x in inputs[:2] if x is not None]
-        programs = self.heads * states[0, :, 0].numel() // _SIDE**2
+        programs = self.heads * states[0, :, 0].numel() // SIDE**2
         length = self.slots.length
         self._launch("add_states", programs, *inputs, states, *strides, *sizes, length)
 
