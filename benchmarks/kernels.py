@@ -105,7 +105,9 @@ def compile_all(capabilities: list[int], dtypes: list[str], widths: list[int]) -
                     q.new_empty(0),
                 )
                 triton_chunks.sums(inputs, chunks, out, empty, empty, kept)
-                grads = Columns(*(x if x is None else torch.empty_like(x) for x in inputs))
+                grads = inputs._replace(
+                    **{n: torch.empty_like(x) for n, x in inputs._asdict().items() if x is not None}
+                )
                 triton_chunks.gradients(inputs, chunks, kept, out, None, grads, True)
     return list(dict.fromkeys(rows))
 

@@ -230,8 +230,8 @@ def _grads(*arguments: Any) -> tuple[Tensor, ...]:
     if dsums is None:
         dsums = inputs.values.new_zeros(*inputs.values.shape[:2], *inputs.queries.shape[2:])
     if plan.loops == "triton":
-        found = kept, dsums, dlast_state, outputs, sums is not None
-        triton_chunks.gradients(inputs, plan.triton(), *found)
+        ends, decays = (dsums, dlast_state), sums is not None
+        triton_chunks.gradients(inputs, plan.triton(), kept, *ends, outputs, decays)
         return created
     if plan.loops == "native":
         native_chunks.gradients(inputs, plan.native(inputs), kept, dsums, dlast_state, outputs)
@@ -243,8 +243,8 @@ def _grads(*arguments: Any) -> tuple[Tensor, ...]:
         count = max(1, FEATURES["cpu"] // max(1, inputs.values[0].numel()))  # that fit the cache
         for start in range(0, len(sums), count):
             heads = slice(start, start + count)
-            ends = None if dlast_state is None else (last_state[heads], dlast_state[heads])
-            given = inputs.of(heads), outputs.of(heads), sums[heads], dsums[heads], ends
+            last = None if dlast_state is None else (last_state[heads], dlast_state[heads])
+            given = inputs.of(heads), outputs.of(heads), sums[heads], dsums[heads], last
             outputs.log_decay[heads] = decay_grad(plan.spec, *given)
     return created
 

@@ -126,7 +126,7 @@ def gradients(
     for heads, call in _calls(inputs, chunks):
         own, states, grads = dsums[heads], kept[heads], out.of(heads)
         call.reads_last |= dlast is not None
-        dstates = call.new_states(call.slots.count + 1)
+        dstates = call.new_states(call.slots.chunks + 1)
         found = None if dlast is None else dlast[heads]
         inner = call.state_grads(own, found, dstates, states if decays else None)
         by_query, by_key = call.received() if decays else (None, None)
@@ -159,14 +159,14 @@ class _Slots(NamedTuple):
         before: number of these keys.
         skip: of chunks that they are, 1 or 0.
         length: tokens of every other chunk.
-        count: number of chunks.
+        chunks: number of chunks.
         read: of slots whose state is needed: that after the last chunk not always.
     """
 
     before: int
     skip: int
     length: int
-    count: int
+    chunks: int
     read: int
 
 
@@ -225,7 +225,7 @@ class _Call:
 
     def _last_of(self) -> Tensor:
         """The last key of every chunk, [chunks]."""
-        chunk = torch.arange(self.slots.count, device=self.k.device)
+        chunk = torch.arange(self.slots.chunks, device=self.k.device)
         ends = (chunk + 1 - self.slots.skip) * self.slots.length
         return ends.clamp_(max=self.keys - self.slots.before) + self.slots.before - 1
 
@@ -238,8 +238,8 @@ class _Call:
         start = F.pad(end, (1, -1))
         read = (total - start[:, chunk])[:, self.slots.before :]
         exponents = read, end[:, chunk] - total, end - start
-        factors = (fade_(x.to(dtype, copy=True)).contiguous() for x in exponents)
-        return _Fading(*factors, running_sums(log_decay, dtype))
+        queries, keys, chunks = (fade_(x.to(dtype, copy=True)).contiguous() for x in exponents)
+        return _Fading(queries, keys, chunks, running_sums(log_decay, dtype))
 
     def noise(self, states: Tensor) -> Tensor:
         """The rounding error of weight sums that are read from states, [N, G, T].
@@ -247,7 +247,7 @@ class _Call:
         The bound of ``chunk_step``: sums of weights are not rounded to the type of products.
         """
         first = self.slots.skip
-        rows = states[:, first : first + self.slots.count, -1].double()
+        rows = states[:, first : first + self.slots.chunks, -1].double()
         norms = (rows.square() @ self.layout.powers.double()).sqrt()  # of each slot and power
         chunk = torch.arange(self.queries, device=self.k.device) // self.slots.length
         length = self.q.double().square().sum(-1).sqrt()
@@ -332,7 +332,7 @@ class _Call:
         programs, slots = -(-size // _SCANNED), states.shape[1]
         inner = None if other is None else states.new_empty(self.heads, slots, programs)
         pointers = states, self.fading.chunks, other, self.layout.counts, inner
-        sizes = self.slots.count, slots, slots if other is None else other.shape[1], size
+        sizes = self.slots.chunks, slots, slots if other is None else other.shape[1], size
         options = {"REVERSED": reverse, "BLOCK": _SCANNED}
         self._launch("scan_states", self.heads * programs, *pointers, *sizes, **options)
         return None if inner is None else inner.sum(2, dtype=torch.float64)
