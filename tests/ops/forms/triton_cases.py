@@ -26,6 +26,10 @@ KERNELS = "softmax_rnn.ops.forms.triton_kernels"
 
 
 TILES = "softmax_rnn.ops.forms.triton_tiles"
+CHUNK_KERNELS = (
+    "softmax_rnn.ops.forms.triton_chunk_kernels",
+    "softmax_rnn.ops.forms.triton_state_tiles",
+)
 
 
 SMALL = Shape(batch=1, heads=2, kv_heads=1, queries=37, keys=41)
@@ -39,7 +43,7 @@ COMPUTED = {name: spec for name, spec in WIDENED.items() if spec.decay != "chann
 
 def forget_the_kernels() -> None:
     """The next import decides anew whether Triton compiles or interprets them."""
-    for module in (KERNELS, TILES):
+    for module in (KERNELS, TILES, *CHUNK_KERNELS):
         sys.modules.pop(module, None)
 
 

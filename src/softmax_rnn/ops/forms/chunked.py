@@ -16,14 +16,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
 from softmax_rnn.ops.cost import FEATURES, chunk_length, heads_per_step, sizes_of
-from softmax_rnn.ops.forms import chunk_step, native_chunks
+from softmax_rnn.ops.forms import chunk_step, native_chunks, triton_chunks
 from softmax_rnn.ops.forms.chunk_tables import make_tables
 from softmax_rnn.ops.forms.columns import Columns, from_columns, to_columns, with_own_terms
 from softmax_rnn.ops.forms.fading import decay_grad
@@ -32,7 +32,8 @@ from softmax_rnn.ops.forms.one_token import one_token
 from softmax_rnn.ops.forms.row_sums import RowSums, no_data, without_autocast
 from softmax_rnn.ops.monomials import degrees, state_rows
 from softmax_rnn.ops.spec import AttentionSpec, Decay, Series
-from softmax_rnn.ops.speeds import Engine
+
+Loops = Literal["torch", "native", "triton"]  # what computes the chunks
 
 
 def chunked(
@@ -48,20 +49,23 @@ def chunked(
     state: Tensor | None = None,
     keep_state: bool = False,
     chunk: int | None = None,
-    engine: Engine | None = None,
+    engine: Loops | None = None,
 ) -> RowSums:
     """As :func:`softmax_rnn.ops.forms.dense.dense`, with the earlier keys summed in ``state``.
 
     The mask is per key, broadcastable to [B, Hkv, 1, S]. The state holds sums over earlier keys:
     [B, Hkv, E + 1, rows], or E without a row sum. ``keep_state`` requests the state after the last
     key. ``chunk`` is the number of tokens per chunk, by default the fastest; 1 is the plain
-    recurrence. ``engine`` is what computes the chunks: by default C++ where it suits.
+    recurrence. ``engine`` is what computes the chunks: by default C++ or Triton where they suit.
     """
     single = causal and q.shape[2] == k.shape[2] == 1
-    long = not single and (chunk is None or chunk >= native_chunks.SHORTEST)
-    by_native = long and engine != "torch" and native_chunks.suits(spec, q, k)
+    loops = "torch" if single else _loops(spec, q, k, v, chunk, engine)
     weighting = state, keep_state, log_decay, coefficients
-    given = to_columns(q, k, v, spec, mask, *weighting, by_token=by_native)
+    scale, products = spec.score_scale(q.shape[3]), ""
+    factor = scale
+    if loops == "triton":  # which takes queries that are not rounded
+        factor, products = 1.0, triton_chunks.product_type(q.dtype)
+    given = to_columns(q, k, v, spec, mask, *weighting, factor, by_token=loops != "torch")
     inputs = first_order(*given)
     differentiable = torch.is_grad_enabled() and any(
         x.requires_grad for x in inputs if x is not None
@@ -73,7 +77,9 @@ def chunked(
         sums, last_state, noise = one_token(Columns(*inputs), _plain_spec(*weights), noisy)
         return from_columns(sums, spec, k, last_state if keep_state else None, noise)
     chunk = chunk or chunk_length(sizes_of(spec, q, k, v, causal))
-    plan = _Plan(*weights, noisy, causal, chunk, keep_state, differentiable, by_native)
+    plan = _Plan(
+        *(*weights, noisy, causal, chunk, keep_state, differentiable, loops, scale, products)
+    )
     # The operator is used only where it is needed: its overhead is large for a single token.
     compute = _sums if differentiable or no_data(q) else _compute_sums
     sums, last_state, noise, _ = compute(*inputs, *plan)
@@ -81,6 +87,16 @@ def chunked(
         sums = with_own_terms(sums, plan.spec, Columns(*inputs))
     last = last_state if keep_state else None
     return from_columns(sums, spec, k, last, noise if noisy else None)
+
+
+def _loops(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, chunk: int | None, engine: Loops | None
+) -> Loops:
+    """Which loops compute a call."""
+    if engine == "triton" or (engine is None and q.is_cuda):
+        return "triton" if triton_chunks.suits(spec, q, k, v, chunk) else "torch"
+    long = chunk is None or chunk >= native_chunks.SHORTEST
+    return "native" if long and engine != "torch" and native_chunks.suits(spec, q, k) else "torch"
 
 
 class _Plan(NamedTuple):
@@ -95,7 +111,9 @@ class _Plan(NamedTuple):
     chunk: int
     keep_state: bool
     differentiable: bool
-    by_native: bool  # whether the loops are those in C++
+    loops: Loops
+    scale: float  # of scores; only the loops in Triton apply it, other queries already have it
+    products: str  # of the loops in Triton
 
     @property
     def spec(self) -> AttentionSpec:
@@ -108,6 +126,11 @@ class _Plan(NamedTuple):
         q = inputs.queries
         tables = make_tables(self.spec, q.shape[1], self.chunk, q.dtype, q.device, False)
         return native_chunks.Chunks(tables, self.causal, self.chunk)
+
+    def triton(self) -> triton_chunks.Chunks:
+        """The chunks as ``triton_chunks`` takes them."""
+        types = self.scale, self.products
+        return triton_chunks.Chunks(self.spec, *types, self.causal, self.chunk, self.keep_state)
 
     def earlier_keys(self, q: Tensor, k: Tensor) -> int:
         """Number of keys before the first query; queries read them only through the state."""
@@ -131,7 +154,7 @@ def _plain_spec(
 _INPUTS = "(Tensor q, Tensor k, Tensor v, Tensor? state, Tensor? log_decay, Tensor? learned, "
 _PLAN = (
     "str series, int order, float[]? coefficients, str decay, bool noisy, bool causal, "
-    "SymInt chunk, bool keep_state, bool differentiable, bool by_native)"
+    "SymInt chunk, bool keep_state, bool differentiable, str loops, float scale, str products)"
 )
 _TAGS = (torch.Tag.cudagraph_unsafe,)  # the first call compiles steps and builds tables
 _COUNT = len(Columns._fields)
@@ -146,8 +169,11 @@ def _compute_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """
     inputs, plan = Columns(*arguments[:_COUNT]), _Plan(*arguments[_COUNT:])
     outputs = _empty_sums(*arguments)
-    if plan.by_native:
+    if plan.loops == "native":
         native_chunks.sums(inputs, plan.native(inputs), *outputs)
+        return outputs
+    if plan.loops == "triton":
+        triton_chunks.sums(inputs, plan.triton(), *outputs)
         return outputs
     for heads, chunks in _by_heads(plan, inputs):
         out, last_state, noise = (x[heads] for x in outputs[:3])
@@ -161,13 +187,16 @@ def _empty_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (heads, channels), (groups, length) = v.shape[:2], q.shape[2:]
     shape = heads, channels, state_rows(plan.spec, q.shape[1])
     strides = (channels * groups * length, groups * length, length, 1)
-    if plan.by_native:  # a row per token
+    if plan.loops != "torch":  # a row per token
         strides = (channels * groups * length, 1, length * channels, channels)
+    kept: tuple[int, ...] = (plan.kept_states(q, k), *shape)
+    if plan.loops == "triton":
+        kept = triton_chunks.states_shape(inputs, plan.triton()) if plan.differentiable else (0,)
     return (
         q.new_empty_strided((heads, channels, groups, length), strides),
         q.new_empty(shape if plan.keep_state else 0),
         q.new_empty((len(q), *q.shape[2:]) if plan.noisy else 0),
-        q.new_empty(plan.kept_states(q, k), *shape),
+        q.new_empty(kept),
     )
 
 
@@ -200,9 +229,13 @@ def _grads(*arguments: Any) -> tuple[Tensor, ...]:
     outputs = Columns(*created)
     if dsums is None:
         dsums = inputs.values.new_zeros(*inputs.values.shape[:2], *inputs.queries.shape[2:])
-    if plan.by_native:
+    if plan.loops == "triton":
+        ends, decays = (dsums, dlast_state), sums is not None
+        triton_chunks.gradients(inputs, plan.triton(), kept, *ends, outputs, decays)
+        return created
+    if plan.loops == "native":
         native_chunks.gradients(inputs, plan.native(inputs), kept, dsums, dlast_state, outputs)
-    for heads, chunks in () if plan.by_native else _by_heads(plan, inputs):
+    for heads, chunks in _by_heads(plan, inputs) if plan.loops == "torch" else ():
         found = None if dlast_state is None else dlast_state[heads]
         chunks.grads(dsums[heads], found, list(kept[:, heads]), outputs.of(heads))
     if sums is not None:
@@ -210,8 +243,8 @@ def _grads(*arguments: Any) -> tuple[Tensor, ...]:
         count = max(1, FEATURES["cpu"] // max(1, inputs.values[0].numel()))  # that fit the cache
         for start in range(0, len(sums), count):
             heads = slice(start, start + count)
-            ends = None if dlast_state is None else (last_state[heads], dlast_state[heads])
-            given = inputs.of(heads), outputs.of(heads), sums[heads], dsums[heads], ends
+            last = None if dlast_state is None else (last_state[heads], dlast_state[heads])
+            given = inputs.of(heads), outputs.of(heads), sums[heads], dsums[heads], last
             outputs.log_decay[heads] = decay_grad(plan.spec, *given)
     return created
 

@@ -47,13 +47,15 @@ def to_columns(
     keep_state: bool,
     log_decay: Tensor | None,
     coefficients: Tensor | None,
+    scale: float,
     by_token: bool,
 ) -> Columns:
     """All channels of a hidden key are zero, so that it adds nothing to any sum.
 
-    With ``by_token`` keys and values keep a row per token in memory, else they are contiguous.
+    Queries are multiplied by ``scale``. With ``by_token`` keys and values keep a row per token in
+    memory, else they are contiguous.
     """
-    dtype, scale = compute_dtype(q.dtype), spec.score_scale(q.shape[-1])
+    dtype = compute_dtype(q.dtype)
     keys, channels = k.to(dtype), v.to(dtype)
     if spec.row_sum is not None:
         channels = torch.cat([channels, channels.new_ones(*v.shape[:3], 1)], dim=3)

@@ -116,7 +116,7 @@ class _TritonSums(torch.autograd.Function):
         weight_sum = q.new_empty(q.shape[:3], dtype=compute_dtype(q.dtype))
         numerator = weight_sum.new_empty(*q.shape[:3], v.shape[3])
         maximum = torch.empty_like(weight_sum) if spec.shifted else None
-        running = None if log_decay is None else _running_sums(log_decay, weight_sum.dtype)
+        running = None if log_decay is None else running_sums(log_decay, weight_sum.dtype)
         learned = None if coefficients is None else coefficients.to(weight_sum.dtype).contiguous()
         span = _global_span(spec, q, k, mask)
         if mask is not None:
@@ -155,7 +155,7 @@ class _TritonSums(torch.autograd.Function):
         return dq, dk, dv, log_decay, coefficients, None, None, None
 
 
-def _running_sums(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
+def running_sums(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
     """``G`` as the kernels read it, [B, Hkv, S, 2]: rounded to ``dtype``, and what that lost."""
     total = log_decay.cumsum(2)
     rounded = total.to(dtype)
@@ -191,7 +191,7 @@ def _launch(
     batch, heads, queries, width = q.shape
     kv_heads, keys, value_width = v.shape[1:]
     block_d, block_e = (max(16, 1 << (size - 1).bit_length()) for size in (width, value_width))
-    precision, factor_bytes = _products(v.dtype)
+    precision, factor_bytes = products(v.dtype)
     series = PowerSeries.known_part(spec)
     window = spec.hiding_window
     if window is not None and window >= keys:  # it hides nothing
@@ -231,7 +231,7 @@ def _launch(
         )
 
 
-def _products(dtype: torch.dtype) -> tuple[str, int]:
+def products(dtype: torch.dtype) -> tuple[str, int]:
     """The precision of products of a dtype, and the bytes of a factor, as counted in _TILES."""
     if dtype == torch.bfloat16:
         return "ieee", 2
