@@ -46,11 +46,13 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")  # so that fixtures of modules come after it
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test reads or writes the user's cache."""
-    monkeypatch.setenv("SOFTMAX_RNN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setenv(speeds.VARIABLE, "shipped")  # the same forms on every machine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SOFTMAX_RNN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+        patch.setenv(speeds.VARIABLE, "shipped")  # the same forms on every machine
+        yield
 
 
 @pytest.fixture
