@@ -11,9 +11,8 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd.function import once_differentiable
-from torch.library import Library
 
 from softmax_rnn.ops.decay import log_decay_grad
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS, elu1, elu1_gradient
@@ -282,7 +281,7 @@ _INPUTS = f"{_TENSORS}, {_OPTIONS}, bool causal, int window, int block"
 _SAVED = "Tensor maximum, Tensor? numerator, Tensor? weight_sum"
 # Operators, so that torch.compile keeps one graph; of plain functions, since the decorator for
 # custom operators imports the compiler.
-_operators = Library("softmax_rnn", "FRAGMENT")
+_operators = library.Library("softmax_rnn", "FRAGMENT")
 _operators.define(f"native_sums({_INPUTS}) -> (Tensor, Tensor, Tensor)")
 _operators.impl("native_sums", _sums, "CPU")
 _operators.impl("native_sums", lambda q, k, v, *_: _sums_of(q, v), "Meta")
