@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import softmax_rnn as sr
 from cases import WIDENED, Case, Shape, assert_close, make_case
 from softmax_rnn.ops.forms import chunk_step, native_library
-from softmax_rnn.ops.forms.chunked import _Chunks
 from softmax_rnn.ops.forms.native_library import VARIABLE
+from softmax_rnn.ops.forms.torch_chunks import TorchChunks
 from softmax_rnn.ops.monomials import state_rows
 
 CHUNK = 16
@@ -198,13 +198,13 @@ def test_features_are_of_one_chunk(monkeypatch: pytest.MonkeyPatch, causal: bool
     monkeypatch.setenv(VARIABLE, "0")  # C++ has one chunk of one head at a time
     rows = state_rows(SPECS["taylor"], 5)
     for name in ("sums", "grads"):
-        inner = getattr(_Chunks, name)
+        inner = getattr(TorchChunks, name)
 
         def watched(*given: Any, inner: Any = inner) -> Any:
             with largest:
                 return inner(*given)
 
-        monkeypatch.setattr(_Chunks, name, watched)
+        monkeypatch.setattr(TorchChunks, name, watched)
     for chunks in (3, 9):
         largest, kept = Largest(rows), []
         case = case_of("taylor", chunks * CHUNK, chunks * CHUNK, causal=causal, width=5)

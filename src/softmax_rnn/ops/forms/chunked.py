@@ -8,32 +8,27 @@ additional value channel of ones. The backward pass processes the chunks in reve
 recomputes their monomials; it needs one stored state per chunk.
 
 Both passes are PyTorch operators: a compiled model calls them without a graph break, for any number
-of chunks. ``chunk_step`` computes one chunk.
+of chunks. Their loops over chunks are ``torch_chunks``, ``native_chunks`` or ``triton_chunks``.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, library
 
-from softmax_rnn.ops.cost import FEATURES, chunk_length, heads_per_step, sizes_of
-from softmax_rnn.ops.forms import chunk_step, native_chunks, triton_chunks
-from softmax_rnn.ops.forms.chunk_tables import make_tables
+from softmax_rnn.ops.cost import FEATURES, chunk_length, sizes_of
+from softmax_rnn.ops.forms import native_chunks, triton_chunks
+from softmax_rnn.ops.forms.chunk_plan import Loops, Plan, plain_spec
 from softmax_rnn.ops.forms.columns import Columns, from_columns, to_columns, with_own_terms
 from softmax_rnn.ops.forms.fading import decay_grad
 from softmax_rnn.ops.forms.first_order import first_order
 from softmax_rnn.ops.forms.one_token import one_token
 from softmax_rnn.ops.forms.row_sums import RowSums, no_data, without_autocast
+from softmax_rnn.ops.forms.torch_chunks import by_heads
 from softmax_rnn.ops.monomials import degrees, state_rows
-from softmax_rnn.ops.spec import AttentionSpec, Decay, Series
-
-Loops = Literal["torch", "native", "triton"]  # what computes the chunks
+from softmax_rnn.ops.spec import AttentionSpec
 
 
 def chunked(
@@ -74,10 +69,10 @@ def chunked(
     noisy = spec.row_sum is not None and (spec.terms_can_cancel or not spec.sign_definite)
     weights = spec.series, degrees(spec)[1], spec.coefficients, spec.decay
     if single and inputs[3] is not None and not (differentiable or no_data(q)):
-        sums, last_state, noise = one_token(Columns(*inputs), _plain_spec(*weights), noisy)
+        sums, last_state, noise = one_token(Columns(*inputs), plain_spec(*weights), noisy)
         return from_columns(sums, spec, k, last_state if keep_state else None, noise)
     chunk = chunk or chunk_length(sizes_of(spec, q, k, v, causal))
-    plan = _Plan(
+    plan = Plan(
         *(*weights, noisy, causal, chunk, keep_state, differentiable, loops, scale, products)
     )
     # The operator is used only where it is needed: its overhead is large for a single token.
@@ -99,58 +94,6 @@ def _loops(
     return "native" if long and engine != "torch" and native_chunks.suits(spec, q, k) else "torch"
 
 
-class _Plan(NamedTuple):
-    """The arguments of both passes that are not tensors; the operators take them last."""
-
-    series: Series
-    order: int
-    coefficients: Sequence[float] | None  # of a polynomial, the same for all heads
-    decay: Decay
-    noisy: bool  # whether the last channel is a sum of weights whose terms can cancel
-    causal: bool
-    chunk: int
-    keep_state: bool
-    differentiable: bool
-    loops: Loops
-    scale: float  # of scores; only the loops in Triton apply it, other queries already have it
-    products: str  # of the loops in Triton
-
-    @property
-    def spec(self) -> AttentionSpec:
-        """A spec with the same weights."""
-        fixed = None if self.coefficients is None else tuple(self.coefficients)
-        return _plain_spec(self.series, self.order, fixed, self.decay)
-
-    def native(self, inputs: Columns) -> native_chunks.Chunks:
-        """The chunks as ``native_chunks`` takes them."""
-        q = inputs.queries
-        tables = make_tables(self.spec, q.shape[1], self.chunk, q.dtype, q.device, False)
-        return native_chunks.Chunks(tables, self.causal, self.chunk)
-
-    def triton(self) -> triton_chunks.Chunks:
-        """The chunks as ``triton_chunks`` takes them."""
-        types = self.scale, self.products
-        return triton_chunks.Chunks(self.spec, *types, self.causal, self.chunk, self.keep_state)
-
-    def earlier_keys(self, q: Tensor, k: Tensor) -> int:
-        """Number of keys before the first query; queries read them only through the state."""
-        return k.shape[2] - q.shape[3] if self.causal else k.shape[2]
-
-    def kept_states(self, q: Tensor, k: Tensor) -> int:
-        """Number of states for the backward pass: those that queries read, but the initial one."""
-        if not self.differentiable:
-            return 0
-        read = -(-q.shape[3] // self.chunk) if self.causal else 1
-        return read if self.earlier_keys(q, k) else max(0, read - 1)
-
-
-@functools.cache
-def _plain_spec(
-    series: Series, order: int, coefficients: tuple[float, ...] | None, decay: Decay
-) -> AttentionSpec:
-    return AttentionSpec(series=series, order=order, coefficients=coefficients, decay=decay)
-
-
 _INPUTS = "(Tensor q, Tensor k, Tensor v, Tensor? state, Tensor? log_decay, Tensor? learned, "
 _PLAN = (
     "str series, int order, float[]? coefficients, str decay, bool noisy, bool causal, "
@@ -164,10 +107,10 @@ _COUNT = len(Columns._fields)
 def _compute_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The sums, the state after the last key, the noise, and the states for the backward pass.
 
-    The arguments are those of :class:`Columns` and :class:`_Plan`. An operator cannot return
+    The arguments are those of :class:`Columns` and :class:`Plan`. An operator cannot return
     ``None``, so unneeded outputs are empty tensors.
     """
-    inputs, plan = Columns(*arguments[:_COUNT]), _Plan(*arguments[_COUNT:])
+    inputs, plan = Columns(*arguments[:_COUNT]), Plan(*arguments[_COUNT:])
     outputs = _empty_sums(*arguments)
     if plan.loops == "native":
         native_chunks.sums(inputs, plan.native(inputs), *outputs)
@@ -175,14 +118,14 @@ def _compute_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if plan.loops == "triton":
         triton_chunks.sums(inputs, plan.triton(), *outputs)
         return outputs
-    for heads, chunks in _by_heads(plan, inputs):
+    for heads, chunks in by_heads(plan, inputs):
         out, last_state, noise = (x[heads] for x in outputs[:3])
         chunks.sums(out, last_state, noise, list(outputs[3][:, heads]))
     return outputs
 
 
 def _empty_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    inputs, plan = Columns(*arguments[:_COUNT]), _Plan(*arguments[_COUNT:])
+    inputs, plan = Columns(*arguments[:_COUNT]), Plan(*arguments[_COUNT:])
     q, k, v, *_ = inputs
     (heads, channels), (groups, length) = v.shape[:2], q.shape[2:]
     shape = heads, channels, state_rows(plan.spec, q.shape[1])
@@ -223,7 +166,7 @@ def _grads(*arguments: Any) -> tuple[Tensor, ...]:
 
     That of log decays needs ``sums`` and ``last_state``, and is not computed without them.
     """
-    inputs, plan = Columns(*arguments[:_COUNT]), _Plan(*arguments[_COUNT + 5 :])
+    inputs, plan = Columns(*arguments[:_COUNT]), Plan(*arguments[_COUNT + 5 :])
     kept, sums, last_state, dsums, dlast_state = arguments[_COUNT : _COUNT + 5]
     created = _empty_grads(*arguments)
     outputs = Columns(*created)
@@ -235,7 +178,7 @@ def _grads(*arguments: Any) -> tuple[Tensor, ...]:
         return created
     if plan.loops == "native":
         native_chunks.gradients(inputs, plan.native(inputs), kept, dsums, dlast_state, outputs)
-    for heads, chunks in _by_heads(plan, inputs) if plan.loops == "torch" else ():
+    for heads, chunks in by_heads(plan, inputs) if plan.loops == "torch" else ():
         found = None if dlast_state is None else dlast_state[heads]
         chunks.grads(dsums[heads], found, list(kept[:, heads]), outputs.of(heads))
     if sums is not None:
@@ -266,7 +209,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 @without_autocast
 def _backward(ctx: Any, dsums: Tensor | None, dlast: Tensor | None, *_: None) -> tuple[Any, ...]:
-    dlast = dlast if _Plan(*ctx.plan).keep_state else None
+    dlast = dlast if Plan(*ctx.plan).keep_state else None
     saved = ctx.saved_tensors  # once: activation checkpointing allows only one access
     *saved, sums, last_state = saved
     if not ctx.needs_input_grad[Columns._fields.index("log_decay")]:
@@ -277,132 +220,3 @@ def _backward(ctx: Any, dsums: Tensor | None, dlast: Tensor | None, *_: None) ->
 
 
 _sums.register_autograd(_backward, setup_context=_save)
-
-
-def _by_heads(plan: _Plan, inputs: Columns) -> Iterator[tuple[slice, _Chunks]]:
-    """Slices of the key/value heads that fit the cache together, each with its chunks."""
-    q = inputs.queries
-    count = heads_per_step(plan.spec, q.shape[1], plan.chunk, q.shape[2], q.device.type)
-    for start in range(0, len(q), count):
-        heads = slice(start, start + count)
-        yield heads, _Chunks(plan, inputs.of(heads))
-
-
-class _Chunks:
-    """The chunks of some heads, and the loops of both passes."""
-
-    def __init__(self, plan: _Plan, inputs: Columns) -> None:
-        self.plan = plan
-        q, k, v, state, log_decay, self.coefficients = inputs
-        several = 1 < plan.chunk < max(q.shape[3], k.shape[2])
-        self.compiled = q.device.type in chunk_step.COMPILED and several
-        key = (plan.spec, q.shape[1], plan.chunk, q.dtype, q.device, self.compiled)
-        self.tables = make_tables(*key)
-        self.cache_key = (*key, plan.noisy, plan.causal, *q.shape[:3], v.shape[1])
-        self.state_shape = (*v.shape[:2], len(self.tables.weights))
-        if self.compiled:  # always with a state, so that only one kind of step is compiled
-            state = self.zero_state() if state is None else state.contiguous()
-        self.state = state
-        # Two views of the keys: those before the first query, and those at the queries' positions.
-        count = plan.earlier_keys(q, k)
-        self.earlier, self.own = slice(count), slice(count, None)
-        self.queries = self.split(q)
-        self.earlier_keys = self.keys(k, v, log_decay, self.earlier)
-        self.own_keys: list[chunk_step.Keys | None] = [None] * len(self.queries)
-        if plan.causal:
-            self.own_keys = [*self.keys(k, v, log_decay, self.own)]
-
-    def step(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call ``function`` for one chunk, compiled on a GPU."""
-        if self.compiled:
-            function = chunk_step.compiled(function, chunk_step.BACKEND, self.cache_key)
-        return function(self.tables, *arguments)
-
-    def new_state(self) -> Tensor:
-        """Uninitialised memory for a state."""
-        return self.tables.weights.new_empty(self.state_shape)
-
-    def zero_state(self) -> Tensor:
-        """The state before the first key."""
-        return self.new_state().zero_()
-
-    def split(self, x: Tensor) -> list[Tensor]:
-        """The columns of each chunk; the query heads of one key head become adjacent."""
-        length = self.plan.chunk
-        if not self.compiled:
-            return [x[..., i : i + length].flatten(2) for i in range(0, x.shape[-1], length)]
-        # A step is compiled for one shape. The last chunk is padded with zeros, which add nothing.
-        x = F.pad(x, (0, -x.shape[-1] % length)).unflatten(-1, (-1, length)).movedim(-2, 0)
-        return list(x.contiguous().flatten(3))
-
-    def keys(
-        self, k: Tensor, v: Tensor, log_decay: Tensor | None, here: slice
-    ) -> list[chunk_step.Keys]:
-        """The keys of each chunk, of some positions."""
-        ks, vs = self.split(k[..., here]), self.split(v[..., here])
-        decays: Sequence[Tensor | None] = [None] * len(ks)
-        if log_decay is not None:
-            decays = self.split(log_decay[..., here])
-        return [chunk_step.Keys(*chunk) for chunk in zip(ks, vs, decays, strict=True)]
-
-    def write(self, chunk: Tensor | None, out: Tensor, index: int) -> None:
-        """The inverse of ``split``: write a chunk to its columns of ``out``; zeros for ``None``."""
-        columns = out[..., index * self.plan.chunk : (index + 1) * self.plan.chunk]
-        if chunk is None:
-            columns.zero_()
-        else:
-            columns.copy_(chunk.view(*columns.shape[:-1], -1)[..., : columns.shape[-1]])
-
-    def sums(self, out: Tensor, last_state: Tensor, noise: Tensor, kept: list[Tensor]) -> None:
-        """Fill the sums, the state after all keys, the noise and the backward pass's states."""
-        state, plan = self.state, self.plan
-        buffers = itertools.chain(kept, (self.new_state() for _ in itertools.count()))
-        for i, earlier in enumerate(self.earlier_keys, 1):
-            new_state = next(buffers) if i == len(self.earlier_keys) else self.new_state()
-            self.step(chunk_step.forward, None, earlier, state, new_state, False)
-            state = new_state
-        for i, (q, keys) in enumerate(zip(self.queries, self.own_keys, strict=True)):
-            last, buffer = i + 1 == len(self.queries), None
-            if keys is not None and (not last or plan.keep_state or self.compiled):
-                buffer = last_state if last and plan.keep_state else next(buffers)
-            queries = chunk_step.Queries(q, self.coefficients)
-            sums, size = self.step(chunk_step.forward, queries, keys, state, buffer, plan.noisy)
-            self.write(sums, out, i)
-            if plan.noisy:
-                self.write(size, noise, i)
-            state = state if buffer is None else buffer
-        if plan.keep_state and state is not last_state:
-            last_state.copy_(self.zero_state() if state is None else state)
-
-    def grads(
-        self, dsums: Tensor, dstate: Tensor | None, kept: list[Tensor], grads: Columns
-    ) -> None:
-        """Fill all ``grads`` but that of log decays.
-
-        ``dsums`` and ``dstate`` are the gradients of the sums and of the state after all keys.
-        """
-        if self.compiled:
-            dstate = self.zero_state() if dstate is None else dstate.contiguous()
-        read = kept if self.earlier_keys else [self.state, *kept]
-        parts = self.split(dsums)
-        assert grads.coefficients is not None  # empty without any
-        assert grads.state is not None
-        grads.coefficients.zero_()
-        for i in reversed(range(len(self.queries))):
-            queries = chunk_step.Queries(self.queries[i], self.coefficients, parts[i])
-            keys, state = self.own_keys[i], read[i if self.plan.causal else 0]
-            found = self.step(chunk_step.backward, queries, keys, state, dstate)
-            self.write(found.q, grads.queries, i)
-            if keys is not None:
-                self.write(found.k, grads.keys[..., self.own], i)
-                self.write(found.v, grads.values[..., self.own], i)
-            if found.coefficients is not None:
-                grads.coefficients.add_(found.coefficients)
-            dstate = dstate if found.state is None else found.state
-        for i in reversed(range(len(self.earlier_keys))):
-            found = self.step(chunk_step.backward, None, self.earlier_keys[i], None, dstate)
-            self.write(found.k, grads.keys[..., self.earlier], i)
-            self.write(found.v, grads.values[..., self.earlier], i)
-            dstate = dstate if found.state is None else found.state
-        if grads.state.numel():
-            grads.state.copy_(self.zero_state() if dstate is None else dstate)
