@@ -19,14 +19,13 @@ from operator import index
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from softmax_rnn.ops.compiler import constant_when_compiled
-from softmax_rnn.ops.decay import fade_
 from softmax_rnn.ops.forms.chunk_step import ROUNDING
 from softmax_rnn.ops.forms.columns import Columns
-from softmax_rnn.ops.forms.triton import products, running_sums
+from softmax_rnn.ops.forms.triton import products
+from softmax_rnn.ops.forms.triton_decays import Slots, decay_grad, fading, slots_of
 from softmax_rnn.ops.forms.triton_layout import MAX_ORDER, SIDE, layout, tiles
 from softmax_rnn.ops.spec import AttentionSpec
 
@@ -138,7 +137,9 @@ def gradients(
             grads.state.copy_(counted)
         if by_query is not None and by_key is not None and inner is not None:
             assert grads.log_decay is not None
-            grads.log_decay.copy_(call.decay_grad(by_query, by_key, inner))
+            assert call.inputs.log_decay is not None
+            given = call.inputs.log_decay, by_query, by_key, inner
+            grads.log_decay.copy_(decay_grad(call.slots, *given))
 
 
 def _calls(inputs: Columns, chunks: Chunks) -> Iterator[tuple[slice, _Call]]:
@@ -149,50 +150,8 @@ def _calls(inputs: Columns, chunks: Chunks) -> Iterator[tuple[slice, _Call]]:
         yield heads, _Call(inputs.of(heads), chunks)
 
 
-class _Slots(NamedTuple):
-    """The boundaries of chunks, where states are.
-
-    The keys before the first query, if there are any, are the first chunk: all keys if the
-    attention is not causal.
-
-    Attributes:
-        before: number of these keys.
-        skip: of chunks that they are, 1 or 0.
-        length: tokens of every other chunk.
-        chunks: number of chunks.
-        read: of slots whose state is needed: that after the last chunk not always.
-    """
-
-    before: int
-    skip: int
-    length: int
-    chunks: int
-    read: int
-
-
-def _slots(chunks: Chunks, queries: int, keys: int) -> _Slots:
-    before = keys - queries if chunks.causal else keys
-    skip = 1 if before else 0
-    if not chunks.causal:
-        return _Slots(before, skip, queries, skip, skip + 1)
-    count = skip + -(-queries // chunks.length)
-    return _Slots(before, skip, chunks.length, count, count + chunks.keep_state)
-
-
-class _Fading(NamedTuple):
-    """The factors of decays, as in ``fading.py``; ``None`` for 1.
-
-    Attributes:
-        queries: of what queries read from a state, [N, T].
-        keys: of values that are added to a state, [N, S].
-        chunks: of the state before each chunk, [N, chunks].
-        running: sums of log decays, as ``fading_between`` reads them.
-    """
-
-    queries: Tensor | None = None
-    keys: Tensor | None = None
-    chunks: Tensor | None = None
-    running: Tensor | None = None
+def _slots(chunks: Chunks, queries: int, keys: int) -> Slots:
+    return slots_of(chunks.causal, chunks.length, chunks.keep_state, queries, keys)
 
 
 class _Call:
@@ -212,34 +171,11 @@ class _Call:
         self.tile, self.stages = _TILES[chunks.products]
         if self.kernels.INTERPRETED:  # where a program takes as long for any tile
             self.tile = TOKENS
-        self.fading = self._fading()
+        self.fading = fading(self.slots, inputs.log_decay, self.k.dtype)
 
     def new_states(self, slots: int) -> Tensor:
         """Uninitialised memory, [N, slots, C, rows]."""
         return self.k.new_empty(self.heads, slots, self.channels, len(self.layout.counts))
-
-    def _chunk_of(self) -> Tensor:
-        """The chunk of every key, [S]."""
-        own = torch.arange(self.keys, device=self.k.device) - self.slots.before
-        return (own.div(self.slots.length, rounding_mode="floor") + self.slots.skip).clamp_(min=0)
-
-    def _last_of(self) -> Tensor:
-        """The last key of every chunk, [chunks]."""
-        chunk = torch.arange(self.slots.chunks, device=self.k.device)
-        ends = (chunk + 1 - self.slots.skip) * self.slots.length
-        return ends.clamp_(max=self.keys - self.slots.before) + self.slots.before - 1
-
-    def _fading(self) -> _Fading:
-        log_decay, dtype = self.inputs.log_decay, self.k.dtype
-        if log_decay is None:
-            return _Fading()
-        total, chunk = log_decay.squeeze(1).cumsum(-1), self._chunk_of()
-        end = total[:, self._last_of()]
-        start = F.pad(end, (1, -1))
-        read = (total - start[:, chunk])[:, self.slots.before :]
-        exponents = read, end[:, chunk] - total, end - start
-        queries, keys, chunks = (fade_(x.to(dtype, copy=True)).contiguous() for x in exponents)
-        return _Fading(queries, keys, chunks, running_sums(log_decay, dtype))
 
     def noise(self, states: Tensor) -> Tensor:
         """The rounding error of weight sums that are read from states, [N, G, T].
@@ -260,33 +196,9 @@ class _Call:
         return ROUNDING * torch.finfo(self.k.dtype).eps * noise
 
     def received(self) -> tuple[Tensor, Tensor]:
-        """Uninitialised memory for what :meth:`decay_grad` needs of queries and of keys."""
+        """Uninitialised memory for what :func:`decay_grad` needs of queries and of keys."""
         by_query = self.k.new_empty(self.heads, self.groups, self.queries, 2)
         return by_query, self.k.new_empty(self.heads, self.keys, 2)
-
-    def decay_grad(self, by_query: Tensor, by_key: Tensor, inner: Tensor) -> Tensor:
-        """The gradient of log decays, [N, 1, S].
-
-        A decay fades what its own and later queries of the chunk read from the state, what earlier
-        keys of the chunk add to it, the state between (``inner``), and the pairs within the chunk
-        of an earlier key and a later query. Only the last are a difference, and of the same
-        numbers: a query's own key, and keys of other chunks, would have to cancel.
-        """
-        assert self.inputs.log_decay is not None
-        dtype = self.inputs.log_decay.dtype
-        read, pairs = F.pad(by_query.sum(1, dtype=dtype), (0, 0, self.slots.before, 0)).unbind(-1)
-        added, lost = by_key.to(dtype).unbind(-1)
-        chunk, last = self._chunk_of(), self._last_of()
-
-        def to_the_end(x: Tensor) -> Tensor:
-            later = F.pad(x.flip(1).cumsum(1).flip(1), (0, 1))
-            return later[:, :-1] - later[:, last + 1][:, chunk]
-
-        before = F.pad(added.cumsum(1), (1, 0))
-        start = F.pad(last + 1, (1, -1))[chunk]
-        earlier = before[:, :-1] - before[:, start]
-        found = to_the_end(read + pairs - lost) + earlier + inner[:, chunk]
-        return found.unsqueeze(1)
 
     def states(self, states: Tensor) -> None:
         """Fill slots with the states before each chunk, and after the last one."""
