@@ -3,7 +3,7 @@
 RUNS is the ``--out`` folder of ``softmax-rnn reproduce``, by default ``runs``; conversions are in
 RUNS/convert/NAME. A figure is drawn at the longest scale at which all its runs are finished, if
 possible with three seeds. A claim is judged at the longest scale with three seeds for each of its
-checks. Unfinished figures and the claims on them are not changed on the page.
+checks. Other figures and claims are left on the page as they are.
 """
 
 from __future__ import annotations
@@ -211,7 +211,10 @@ def interval(mean: float, low: float, high: float) -> str:
 
 
 def verdicts(everything: Mapping[str, Found], before: str, source: str) -> str:
-    """The claims of a source with their checks; those not run are copied from ``before``."""
+    """The claims of a source with their checks.
+
+    A claim without three seeds for each check is copied from ``before`` if it is there.
+    """
     lines = ["| claim | verdict | found |", "|---|---|---|"]
     for verdict, scale in decided(everything):
         claim = verdict.claim
@@ -219,7 +222,7 @@ def verdicts(everything: Mapping[str, Found], before: str, source: str) -> str:
             continue
         pattern = rf"^\| \*\*{claim.number}\. .*\n(?:\| [^*\n].*\n)*"
         old = re.search(pattern, before, flags=re.MULTILINE)
-        if old and verdict.outcome == "not run":
+        if old and not complete(verdict):
             lines += old[0].splitlines()
             continue
         at = "" if verdict.outcome == "not run" else f" ({scale})"
@@ -246,12 +249,13 @@ def decided(everything: Mapping[str, Found]) -> Iterator[tuple[Verdict, str]]:
     for each in zip(*judged.values(), strict=True):
         named = list(zip(each, judged, strict=True))
         started = [(verdict, name) for verdict, name in named if verdict.outcome != "not run"]
-        enough = [
-            (verdict, name)
-            for verdict, name in started
-            if min(finding.seeds for finding in verdict.findings) >= MIN_SEEDS
-        ]
+        enough = [(verdict, name) for verdict, name in started if complete(verdict)]
         yield [*enough, *started, *named][0]
+
+
+def complete(verdict: Verdict) -> bool:
+    """Whether each check of a claim has three seeds."""
+    return min(finding.seeds for finding in verdict.findings) >= MIN_SEEDS
 
 
 def conversions(files: Sequence[Path]) -> str:
