@@ -168,6 +168,7 @@ def train(
             log_with=config.trackers or None,
             project_dir=path,
         )
+        accelerator.wait_for_everyone()  # a process that fails early would end others' connecting
         loop = Loop(
             *(config, folder, corpus, train_rows, test_rows),
             *(model, run_tokenizer(config), accelerator, stop),
