@@ -7,7 +7,8 @@ import platform
 import resource
 import subprocess
 import sys
-from importlib.metadata import distributions
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def environment() -> dict[str, Any]:
     """Versions of main packages, the commit of a source checkout, processor, memory and GPUs."""
     return {
         "python": platform.python_version(),
-        "packages": {d.name: d.version for d in distributions() if d.name in _PACKAGES},
+        "packages": _versions(),
         "commit": _commit(),
         "platform": platform.platform(),
         "processor": processor(),
@@ -45,6 +46,15 @@ def peak_memory() -> int:
         return int(found) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _versions() -> dict[str, str]:
+    """The versions of the main packages that are installed."""
+    found = {}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _commit() -> str | None:
