@@ -6,7 +6,8 @@
 All models have the same (random) weights. Before anything is timed, each model must choose the
 same greedy tokens with its cache as without, and softmax the same tokens as Llama. Then a prompt is
 read, and every round decodes some tokens after it. The likeliest token of a forward pass is the
-next input; the rest of `generate()` is not used. Ratios are relative to Llama with SDPA.
+next input; the rest of `generate()` is not used. Ratios are relative to Llama with SDPA. "Compiled"
+are steps by `torch.compile` with a cache of fixed addresses; Llama's has room for these tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from benchmarks import measure
 from benchmarks.llama import PRESET, VOCABULARY, models, run_config, tokens
@@ -27,17 +28,24 @@ from benchmarks.targets import judge
 from softmax_rnn.models.cache import RecurrentCache
 
 VARIANTS = ["softmax", "taylor:2", "linear_elu"]
+COMPILED = ("llama", "taylor:2")  # these also compiled, for a batch of 1
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 BATCHES = {1: 2**20, 16: 2048}  # with the longest prompt
+_SUFFIX, BACKEND = " compiled", "inductor"
 CHECKED = (96, 24)  # numbers of prompt tokens and decoded tokens in the check
 
 
-def new_cache(model: Any) -> Cache:
-    """A recurrent cache for a finite series, else a key/value cache."""
+def new_cache(model: Any, room: int | None) -> Cache:
+    """A recurrent cache for a finite series, else a key/value cache.
+
+    ``room`` is the number of tokens of a cache of fixed addresses, for compiled steps.
+    """
     spec = getattr(model.config, "spec", None)
-    if spec is None or not spec.has_state:
-        return DynamicCache(config=model.config)
-    return RecurrentCache()
+    if spec is not None and spec.has_state:
+        return RecurrentCache(static=room is not None)
+    if room is not None:
+        return StaticCache(config=model.config, max_cache_len=room)
+    return DynamicCache(config=model.config)
 
 
 def cache_bytes(cache: Any) -> int:
@@ -50,29 +58,31 @@ def cache_bytes(cache: Any) -> int:
 class Decoder:
     """A model that has read a prompt; a call decodes some tokens after it.
 
-    Afterwards a key/value cache is cropped to the prompt, so that every call starts at the same
+    Afterwards a key/value cache is set back to the prompt, so that every call starts at the same
     length. A state is not, since its size and cost are constant.
     """
 
-    def __init__(self, model: Any, prompt: Tensor, new_tokens: int) -> None:
-        self.model, self.new_tokens = model, new_tokens
-        self.cache = new_cache(model)
-        self.first = self._next(prompt)
+    def __init__(self, model: Any, prompt: Tensor, new_tokens: int, compiled: bool = False) -> None:
+        self.new_tokens, self.prompted = new_tokens, prompt.shape[1]
+        self.cache = new_cache(model, self.prompted + new_tokens if compiled else None)
+        self.first = self._next(model, prompt)
+        self.step = torch.compile(model, backend=BACKEND, fullgraph=True) if compiled else model
         self.nbytes = cache_bytes(self.cache)
 
-    def _next(self, ids: Tensor) -> Tensor:
-        out = self.model(
-            input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-        )
-        likeliest: Tensor = out.logits[:, -1:].argmax(-1)
-        return likeliest
+    def _next(self, model: Any, ids: Tensor) -> Tensor:
+        out = model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        # The same strides for a prompt and a token, or steps would be compiled twice.
+        return out.logits[:, -1:].argmax(-1).clone(memory_format=torch.contiguous_format)
 
     def __call__(self) -> Tensor:
         """The tokens after the prompt, [batch, 1 + new_tokens]."""
         ids = [self.first]
         for _ in range(self.new_tokens):
-            ids.append(self._next(ids[-1]))
-        if not isinstance(self.cache, RecurrentCache):
+            ids.append(self._next(self.step, ids[-1]))
+        if isinstance(self.cache, StaticCache):
+            for layer in self.cache.layers:
+                layer.cumulative_length.fill_(self.prompted)
+        elif not isinstance(self.cache, RecurrentCache):
             self.cache.crop(-self.new_tokens)
         return torch.cat(ids, dim=1)
 
@@ -86,11 +96,24 @@ def uncached(model: Any, ids: Tensor, new_tokens: int) -> Tensor:
     return ids[:, prompted:]
 
 
+def contestants(made: dict[str, Any], batch: int) -> list[tuple[str, str, bool]]:
+    """Of each contestant: its name, that of its model, and whether its steps are compiled."""
+    compiled = [(f"{name}{_SUFFIX}", name, True) for name in COMPILED if name in made]
+    return [(name, name, False) for name in made] + (compiled if batch == 1 else [])
+
+
 def check(made: dict[str, Any], prompt: Tensor, new_tokens: int) -> None:
     """Exit if a cache changes a token, or if softmax differs from Llama."""
-    found = {name: Decoder(model, prompt, new_tokens)() for name, model in made.items()}
+    found = {
+        name: Decoder(made[of], prompt, new_tokens, compiled)()
+        for name, of, compiled in contestants(made, len(prompt))
+    }
     expected = {name: uncached(model, prompt, new_tokens) for name, model in made.items()}
-    wrong = [name for name in made if not torch.equal(found[name], expected[name])]
+    wrong = [
+        name
+        for name, of, _ in contestants(made, len(prompt))
+        if not torch.equal(found[name], expected[of])
+    ]
     if wrong:
         raise SystemExit(f"Not timed: tokens with and without a cache differ: {wrong}.")
     if not torch.equal(found["softmax"], found["llama"]):
@@ -108,14 +131,19 @@ def cell(
         for name, model in made.items()
     }
     prompts = measure.seconds(reading, min(arguments.rounds, measure.LEAST_ROUNDS), **options)
-    decoders = {name: Decoder(model, prompt, new_tokens) for name, model in made.items()}
+    entered = contestants(made, len(prompt))
+    decoders = {
+        name: Decoder(made[of], prompt, new_tokens, compiled) for name, of, compiled in entered
+    }
+    models_of = {name: made[of] for name, of, _ in entered}
     times = measure.seconds(decoders, arguments.rounds, **options)
     found = measure.measured(decoders, times, "llama", device)
     rows = []
     for name, decoder in decoders.items():
         # Bytes moved: the weights without the embedding, and the cache; a state is also written.
-        embedding = made[name].get_input_embeddings().weight
-        weights = sum(x.nbytes for x in made[name].parameters()) - embedding.nbytes
+        model = models_of[name]
+        embedding = model.get_input_embeddings().weight
+        weights = sum(x.nbytes for x in model.parameters()) - embedding.nbytes
         recurrent = isinstance(decoder.cache, RecurrentCache)
         moved = weights + decoder.nbytes * (2 if recurrent else 1)
         passes_per_second = new_tokens / found[name]["seconds"]["median"]
@@ -127,7 +155,7 @@ def cell(
                 "batch": prompt.shape[0],
                 **found[name],
                 "tokens_per_second": prompt.shape[0] * passes_per_second,
-                "prompt_seconds": measure.summary(prompts[name]),
+                "prompt_seconds": measure.summary(prompts[name.removesuffix(_SUFFIX)]),
                 "cache_bytes": decoder.nbytes,
                 "bytes_per_second": moved * passes_per_second,
             }

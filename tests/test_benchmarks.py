@@ -35,6 +35,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "op.CHECKED": {"cpu": 130},
         "forgetting.CHECKED": 130,
         "decode.CHECKED": (8, 3),
+        "decode.BACKEND": "eager",  # inductor takes a quarter of a minute
         "recurrence.AGAINST_RUNNING_STATES": ((1, 40, 4, 2, 1.0),),
         "recurrence.GROWTH": (32, 64, 4.5),
         "choice.GRID": ((64, 300), (4,), (1, 2)),
@@ -75,6 +76,8 @@ def test_results_are_whole_and_fill_the_page(results: Path, tmp_path: Path) -> N
         *((1, 16), (1, 40), (2, 16))
     }
     assert caches["softmax"]["cache_bytes"] == caches["llama"]["cache_bytes"]
+    assert caches["taylor:2 compiled"]["cache_bytes"] == caches["taylor:2"]["cache_bytes"]
+    assert caches["llama compiled"]["cache_bytes"] > caches["llama"]["cache_bytes"]
 
     page = runpy.run_path(str(ROOT / "docs" / "performance.py"))
     loaded = page["load"](results)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers.cache_utils import DynamicCache
 
 import softmax_rnn as sr
@@ -125,6 +127,58 @@ def test_saved_and_restored(name: str, tmp_path: Path, batch: dict[str, torch.Te
         for each in (cache, restored)
     ]
     assert torch.equal(*after)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
+@pytest.mark.parametrize("name", ["taylor:2+decay", "taylor_norm:2", "cosformer", "hybrid"])
+def test_a_static_cache_keeps_its_addresses(
+    name: str, options: dict, batch: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    model = build(**HYBRID) if name == "hybrid" else build(name, **CONVOLVED)
+    settings = {**GREEDY, **options}
+    expected = model.generate(**batch, **settings, use_cache=False)
+    cache = sr.RecurrentCache(static=True)
+    assert cache.is_compileable  # generate asks for it before there are states
+    assert torch.equal(model.generate(**batch, **settings, past_key_values=cache), expected)
+    assert int(cache.get_seq_length()) == expected.shape[1] - 1
+
+    def addresses() -> list[int]:
+        states = [layer.state for layer in cache.layers]
+        return [x.data_ptr() for state in states for x in (*state.tensors.values(), state.tokens)]
+
+    before = addresses()
+    model(expected[:1, :2].expand(len(cache.layers[0].state.sums), 2), past_key_values=cache)
+    assert int(cache.get_seq_length()) == expected.shape[1] + 1
+    assert addresses() == before
+    cache.save(tmp_path / "cache.safetensors")
+    restored = sr.RecurrentCache.load(tmp_path / "cache.safetensors", static=True)
+    assert restored.is_compileable
+    assert torch.equal(restored.layers[1].state.sums, cache.layers[1].state.sums)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("name", ["taylor:2", "taylor:2+decay", "taylor_norm:2", "hybrid"])
+def test_a_static_cache_is_compiled_once(name: str) -> None:
+    """One graph, without breaks, for any number of tokens; the same tokens as uncompiled."""
+    model = build(**HYBRID) if name == "hybrid" else build(name)
+    prompt = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    torch.compiler.reset()
+    graphs = CompileCounter()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+
+    def decoded(static: bool, step: Callable) -> list[torch.Tensor]:
+        cache, found = sr.RecurrentCache(static), []
+        ids = prompt
+        for _ in range(6):
+            logits = (step if found else model)(ids, past_key_values=cache).logits[:, -1:]
+            found.append(logits)
+            ids = logits.argmax(-1).contiguous()
+        return found
+
+    with torch.no_grad():
+        torch.testing.assert_close(decoded(True, compiled), decoded(False, model))
+    assert graphs.frame_count == 1
 
 
 CONVOLVED = {"layer_options": {"short_convolution": 3}}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 import softmax_rnn as sr
 from softmax_rnn.ops import decoding
@@ -116,6 +116,36 @@ def test_errors_are_those_of_the_general_way(
         else:
             with pytest.raises(error):
                 compute(*given.values(), "taylor:2", **arguments)
+
+
+@needs_library
+@pytest.mark.parametrize("name", ["taylor:2", "signed", "token", "head", "relu"])
+def test_a_compiled_graph_calls_an_operator(name: str) -> None:
+    """The same result, and the errors that compiled operations would not raise."""
+    draw, spec = torch.Generator().manual_seed(0), SPECS[name]
+    q, k, v = (normal(draw, 2, heads, 1, 4) for heads in (4, 2, 2))
+    decay = {"token": {"log_decay": -torch.rand(2, 2, 1)}, "head": {"log_decay": -torch.rand(2)}}
+    options: dict[str, Any] = {"return_state": True, **decay.get(name, {})}
+    _, state = sr.attention(q, k, v, spec, **options)
+    compiled = torch.compile(sr.attention, backend="aot_eager", fullgraph=True)
+    given = [x.clone() for x in (q, k, v)]
+    found = compiled(*given, spec, state=state, **options)
+    expected = sr.attention(*given, spec, state=state, **options)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1].sums, expected[1].sums)
+    assert (found[1].tokens, found[1].visible.tolist()) == (2, [2, 2])
+    given[1][0, 1, 0, 2] = float("nan")
+    with pytest.raises(FloatingPointError, match="The key of token 1 contains NaN"):
+        compiled(*given, spec, state=state, **options)
+
+
+@needs_library
+def test_the_operator() -> None:
+    draw, spec = torch.Generator().manual_seed(0), sr.variant("taylor:2")
+    q, k, v = (normal(draw, 2, heads, 1, 4) for heads in (4, 2, 2))
+    _, state = sr.attention(q, k, v, spec, return_state=True)
+    arguments = q, k, v, state.sums, None, torch.tensor(1), *decoding.Weights.of(spec, 4)
+    library.opcheck(torch.ops.softmax_rnn.token, arguments)
 
 
 @needs_library

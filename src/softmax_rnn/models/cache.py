@@ -31,17 +31,27 @@ class RecurrentCache(Cache):
     ``generate`` uses one by default, unless its states are larger than the model. For a short
     text, a key/value cache is smaller and faster (``cache_implementation="dynamic"``).
 
+    Args:
+        static: update the states in place, for steps by ``torch.compile``: they are compiled once,
+            also with CUDA graphs. On a GPU, ``generate`` then compiles its steps by itself.
+
     Example:
         >>> out = model.generate(ids, past_key_values=RecurrentCache(), max_new_tokens=100)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, static: bool = False) -> None:
         super().__init__(layer_class_to_replicate=RecurrentLayer)
+        self.static = static
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether it is static; ``generate`` asks before there are layers."""
+        return self.static
 
     def layer(self, index: int) -> RecurrentLayer:
         """The layer ``index``, created on first use."""
         while len(self.layers) <= index:
-            self.layers.append(RecurrentLayer())
+            self.layers.append(RecurrentLayer(self.static))
         return self.layers[index]
 
     @property
@@ -60,20 +70,20 @@ class RecurrentCache(Cache):
                 raise ValueError(f"Layer {index} of the cache is empty.")
             for name, tensor in layer.state.tensors.items():
                 tensors[f"{index}.{name}"] = tensor.detach().contiguous()
-            states.append({"spec": layer.state.spec.to_dict(), "tokens": layer.state.tokens})
+            states.append({"spec": layer.state.spec.to_dict(), "tokens": int(layer.state.tokens)})
         with file_aside(path) as aside:
             save_file(tensors, aside, metadata={"states": json.dumps(states)})
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], device: torch.device | str = "cpu"
+        cls, path: str | os.PathLike[str], device: torch.device | str = "cpu", static: bool = False
     ) -> RecurrentCache:
         """Read what :meth:`save` has written.
 
         Raises:
             ValueError: for any other file, or one that is damaged.
         """
-        cache = cls()
+        cache = cls(static)
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 tensors: dict[int, dict[str, Tensor]] = {}
@@ -98,9 +108,24 @@ class RecurrentLayer(CacheLayerMixin):
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self) -> None:
+    def __init__(self, static: bool = False) -> None:
         super().__init__()
-        self.state: State | None = None
+        self.is_compileable = static
+        self._state: State | None = None
+
+    @property
+    def state(self) -> State | None:
+        """The state after all tokens so far; ``None`` before the first."""
+        return self._state
+
+    @state.setter
+    def state(self, new: State | None) -> None:
+        if new is None or not self.is_compileable:
+            self._state = new
+        elif self._state is None or self._state.sums.shape != new.sums.shape:
+            self._state = new.fixed()
+        else:
+            self._state.update_(new)
 
     def update(self, *_: Any, **__: Any) -> NoReturn:
         """Raise an error: attention updates a state, keys and values do not."""
@@ -112,11 +137,11 @@ class RecurrentLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the first tokens create the state."""
 
-    def get_seq_length(self) -> int:
-        """Positions seen so far."""
+    def get_seq_length(self) -> int | Tensor:
+        """Positions seen so far; an int64 tensor in a static cache."""
         return 0 if self.state is None else self.state.tokens
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int | Tensor]:
         """The length and offset of the mask, which covers only the new keys."""
         return query_length, self.get_seq_length()
 

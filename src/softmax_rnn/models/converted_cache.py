@@ -25,7 +25,7 @@ class StateLayer(RecurrentLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The length and offset of the mask: all tokens."""
-        return self.get_seq_length() + query_length, 0
+        return int(self.get_seq_length()) + query_length, 0
 
 
 class KeyValueLayer(CacheLayerMixin):

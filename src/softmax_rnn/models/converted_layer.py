@@ -115,7 +115,7 @@ class ConvertedLayer(AttentionCore):
         log_decay, gate = self.decay_and_gate(inputs.hidden_states, key.dtype)
         log_decay, gate = self._with_earlier(log_decay, gate, key, query.shape[2], cache)
         state = cache.state if isinstance(cache, StateLayer) else None
-        q, k, *outside = self._mapped(query, key, 0 if state is None else state.tokens)
+        q, k, *outside = self._mapped(query, key, 0 if state is None else int(state.tokens))
         gated = value if gate is None else value * gate.unsqueeze(-1)
         ungated = value[:, :, value.shape[2] - query.shape[2] :]
         return Projected(q, k, gated, log_decay, ungated, None, *outside)

@@ -19,7 +19,7 @@ def causal_mask(
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
+    kv_offset: int | Tensor = 0,
     mask_function: Any = causal_mask_function,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
@@ -28,7 +28,10 @@ def causal_mask(
 
     Otherwise (a preallocated cache, packed sequences) it is the full mask of transformers.
     """
-    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    if isinstance(kv_offset, Tensor):  # of a static cache of states, before the new keys
+        aligned = q_length == kv_length
+    else:
+        aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if not aligned or mask_function is not causal_mask_function:
         options = {"mask_function": mask_function, "attention_mask": attention_mask, **kwargs}
         options["allow_is_causal_skip"] = False
@@ -47,7 +50,7 @@ def mask_of_family(
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
+    kv_offset: int | Tensor = 0,
     mask_function: Any = causal_mask_function,
     attention_mask: Tensor | None = None,
     **kwargs: Any,

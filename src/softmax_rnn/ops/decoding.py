@@ -8,24 +8,33 @@ certain. Its checks come before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from softmax_rnn.ops.finite import in_range
-from softmax_rnn.ops.forms import native_token
+from softmax_rnn.ops.forms import native_library, native_token
 from softmax_rnn.ops.forms.row_sums import no_data
-from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.monomials import degrees
+from softmax_rnn.ops.spec import AttentionSpec, Decay, FeatureMap, Series
 from softmax_rnn.ops.state import State, next_state
 
 
 def applies(q: Tensor, k: Tensor, v: Tensor, form: str, mask: Tensor | None) -> bool:
     """Whether these are inputs of :func:`over_keys` or :func:`after_state`."""
+    return not no_data(q) and _plain(q, k, v, form, mask) and q.numel() * k.numel() > 0
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, form: str, mask: Tensor | None) -> bool:
+    """Whether this is one query on a CPU, without what would need the general way."""
     if q.shape[2] != 1 or form != "auto" or mask is not None or q.device.type != "cpu":
         return False
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return False
-    return not (no_data(q) or torch.is_autocast_enabled("cpu")) and q.numel() * k.numel() > 0
+    return not torch.is_autocast_enabled("cpu")
 
 
 def over_keys(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor | None:
@@ -46,3 +55,42 @@ def after_state(
     if token is None or not in_range(spec, token.largest_key, token.largest_value, 1, q.dtype):
         return None
     return token.out, next_state(spec, state, token.sums, None, None, None, 1)
+
+
+class Weights(NamedTuple):
+    """A spec that :func:`after_state` covers, as arguments of an operator."""
+
+    series: Series
+    order: int
+    coefficients: Sequence[float] | None
+    decay: Decay
+    feature_map: FeatureMap
+    scale: float
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, width: int) -> Weights:
+        """Those of a spec, for keys of a width."""
+        fixed = None if spec.coefficients is None else list(spec.coefficients)
+        scale = float(spec.score_scale(width))
+        return cls(spec.series, degrees(spec)[1], fixed, spec.decay, spec.feature_map, scale)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """A spec with these weights."""
+        fixed = None if self.coefficients is None else tuple(self.coefficients)
+        return AttentionSpec(**{**self._asdict(), "coefficients": fixed})
+
+
+def in_compiled_graph(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, form: str, mask: Tensor | None
+) -> bool:
+    """Whether a compiled graph calls an operator for this token after a state.
+
+    Compiled operations are slower than the one call, and do not check the results.
+    """
+    return (
+        torch.compiler.is_compiling()
+        and _plain(q, k, v, form, mask)
+        and native_token.covers(spec, q.dtype)
+        and native_library.possible()
+    )

@@ -81,7 +81,7 @@ def _sizes(inputs: Inputs) -> str:
 def _check_state(
     sums: RowSums, spec: AttentionSpec, state: State | None, k: Tensor, v: Tensor
 ) -> None:
-    before = 0 if state is None else state.tokens
+    before = 0 if state is None else int(state.tokens)
     if state is not None and not state.sums.isfinite().all():
         raise FloatingPointError(
             f"The given state contains NaN or infinity, after {before} tokens."

@@ -81,7 +81,8 @@ def degrees(spec: AttentionSpec) -> tuple[int, int]:
             f"A window (window={spec.window}) has no recurrent form: a state is a sum, and keys "
             "cannot be taken out of it. With outside='series' it has one."
         )
-    return (spec.order if spec.series == "power" else 0), spec.order
+    order = index(spec.order)  # torch.compile may take the order of a second spec for a variable
+    return (order if spec.series == "power" else 0), order
 
 
 class Gathers(NamedTuple):

@@ -7,7 +7,7 @@ import math
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from softmax_rnn.ops import decoding
 from softmax_rnn.ops.decay import check_decay, per_key_decay
@@ -191,6 +191,13 @@ def attention(
             after = decoding.after_state(q, k, v, spec, state, log_decay)
             if after is not None:
                 return after
+    after_some = state is not None and return_state and queries == keys == 1
+    if after_some and decoding.in_compiled_graph(q, k, v, spec, form, mask):
+        assert state is not None
+        tokens, weights = state.tokens, decoding.Weights.of(spec, q.shape[3])
+        tokens = tokens if isinstance(tokens, Tensor) else torch.full((), tokens)
+        out, new_sums = _token(q, k, v, state.sums, log_decay, tokens, *weights)
+        return out, next_state(spec, state, new_sums, None, None, None, 1)
 
     input_dtype, dtype, inputs = q.dtype, compute_dtype(q.dtype), (q, k, v)
     with no_autocast(q.device.type):
@@ -243,6 +250,34 @@ def attention(
             return out
         assert sums.state is not None
         return out, next_state(spec, state, sums.state, *kept, mask, keys)
+
+
+@library.custom_op(
+    "softmax_rnn::token",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor sums, Tensor? log_decay, Tensor tokens, "
+    "str series, int order, float[]? coefficients, str decay, str feature_map, float scale) "
+    "-> (Tensor, Tensor)",
+)
+def _token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sums: Tensor,
+    log_decay: Tensor | None,
+    tokens: Tensor,
+    *weights: Any,
+) -> tuple[Tensor, Tensor]:
+    """The attention of one token after a state, and the state's new sums; for compiled graphs."""
+    spec = decoding.Weights(*weights).spec
+    state = State(spec, sums, tokens.new_zeros(len(q)), tokens)
+    out, after = attention(q, k, v, spec, log_decay=log_decay, state=state, return_state=True)
+    return out.contiguous(), after.sums.contiguous()  # as the operator without data says
+
+
+@_token.register_fake
+def _empty_token(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), sums.new_empty(sums.shape)
 
 
 def _sums(

@@ -55,7 +55,8 @@ class State:
             inputs, otherwise float32. In float32, sums stop growing after about 2^24 = 16.8 million
             tokens.
         visible: number of visible keys so far, for the length denominators; [B], int64.
-        tokens: number of positions so far, hidden ones included.
+        tokens: number of positions so far, hidden ones included; an int64 tensor in a state at
+            :meth:`fixed` addresses.
         recent: the keys of the last window, which ``sums`` does not contain yet; ``None`` for a
             spec without a window.
         first: the first keys (``global_keys``) that have left the window, which ``sums`` never
@@ -66,7 +67,7 @@ class State:
     spec: AttentionSpec
     sums: Tensor
     visible: Tensor
-    tokens: int
+    tokens: int | Tensor
     recent: KeptKeys | None = None
     first: KeptKeys | None = None
     inputs: Tensor | None = None
@@ -84,12 +85,14 @@ class State:
             value = getattr(self, field.name)
             if isinstance(value, KeptKeys):
                 found |= {f"{field.name}.{name}": x for name, x in value._asdict().items()}
-            else:
+            elif field.name != "tokens":
                 found[field.name] = value
         return {name: x for name, x in found.items() if isinstance(x, Tensor)}
 
     @classmethod
-    def from_tensors(cls, spec: AttentionSpec, tokens: int, tensors: dict[str, Tensor]) -> State:
+    def from_tensors(
+        cls, spec: AttentionSpec, tokens: int | Tensor, tensors: dict[str, Tensor]
+    ) -> State:
         """The inverse of ``tensors``."""
         own: dict[str, Any] = {name: x for name, x in tensors.items() if "." not in name}
         kept: dict[str, dict[str, Tensor]] = {}
@@ -111,6 +114,22 @@ class State:
         """The state on another device."""
         return self._map(lambda x: x.to(device))
 
+    def fixed(self) -> State:
+        """A copy whose tensors keep their addresses, for compiled steps that update it."""
+        copy = self._map(Tensor.clone)
+        tokens = torch.as_tensor(self.tokens, device=self.sums.device).clone()
+        for tensor in (*copy.tensors.values(), tokens):
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(tensor)
+        return replace(copy, tokens=tokens)
+
+    def update_(self, new: State) -> None:
+        """Overwrite the tensors of a :meth:`fixed` state by those of another of its shapes."""
+        for mine, other in zip(self.tensors.values(), new.tensors.values(), strict=True):
+            mine.copy_(other)
+        assert isinstance(self.tokens, Tensor)
+        self.tokens.copy_(torch.as_tensor(new.tokens))
+
     def _map(self, function: Callable[[Tensor], Tensor]) -> State:
         changed = {name: function(x) for name, x in self.tensors.items()}
         return self.from_tensors(self.spec, self.tokens, changed)
@@ -122,7 +141,7 @@ def check_state(
     """Raise ``ValueError`` unless ``state`` belongs to ``spec`` and fits these keys and values."""
     if not isinstance(state, State):
         raise ValueError(f"state must be a softmax_rnn.State, not {type(state).__name__}.")
-    if state.spec != spec:
+    if not state.spec == spec:  # torch.compile cannot trace != here
         raise ValueError(f"The state belongs to another spec: {state.spec}, not {spec}.")
     channels = v.shape[3] + (spec.row_sum is not None)
     width = (k if outside_k is None else outside_k).shape[3]

@@ -93,7 +93,7 @@ class Stream:
     @property
     def tokens(self) -> int:
         """Positions seen so far."""
-        return 0 if self.state is None else self.state.tokens
+        return 0 if self.state is None else int(self.state.tokens)
 
     @property
     def nbytes(self) -> int:

@@ -85,13 +85,18 @@ def step(
     return None if unsure else Token(out, given["next"], key, value)
 
 
+def covers(spec: AttentionSpec, dtype: torch.dtype) -> bool:
+    """Whether :func:`step` computes a spec."""
+    plain = spec.norm == "none" and spec.output_gate == "none" and not spec.input_gate
+    series = spec.has_state and spec.window is None and not spec.learned_coefficients
+    quotient = spec.row_sum == RowSum() and spec.decay != "channel" and spec.feature_map in _MAPS
+    return plain and series and quotient and dtype in (torch.float32, torch.float64)
+
+
 @functools.lru_cache(maxsize=64)
 def _constants(spec: AttentionSpec, width: int, dtype: torch.dtype) -> _Constants | None:
     """What does not change between tokens; ``None`` for a spec that is not covered."""
-    plain = spec.norm == "none" and spec.output_gate == "none" and not spec.input_gate
-    series = spec.has_state and spec.window is None and not spec.learned_coefficients
-    covered = plain and series and spec.row_sum == RowSum() and spec.decay != "channel"
-    if not covered or spec.feature_map not in _MAPS or dtype not in (torch.float32, torch.float64):
+    if not covers(spec, dtype):
         return None
     weights = row_weights(spec, width, dtype)
     parents, factors = monomial_factors(width, degrees(spec)[1])
