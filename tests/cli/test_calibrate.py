@@ -29,6 +29,15 @@ def test_it_shows_and_keeps_the_speeds(capsys: pytest.CaptureFixture[str]) -> No
     assert str(speeds.file()) in shown.replace("\n", "")
 
 
+def test_a_cache_that_cannot_be_written_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SOFTMAX_RNN_CACHE", "/dev/null/nothing")
+    measure_machine()
+    shown = " ".join("".join(capfd.readouterr()).split())
+    assert "speeds of this machine are not measured, as they cannot be kept" in shown
+
+
 def test_a_machine_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
 

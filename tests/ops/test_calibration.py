@@ -53,14 +53,18 @@ def test_what_is_measured_is_kept_and_read(
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"nanoseconds": 3}', '{"nanoseconds": {"torch": {"pairs": {}}}}', "broken"],
+    [
+        *("", "[]", "{}", '{"nanoseconds": 3}', '{"nanoseconds": {"torch": {"pairs": {}}}}'),
+        *("broken", "[" * 200_000),
+    ],
+    ids=repr,
 )
 def test_a_file_that_says_nothing_is_left_out(measurable: None, text: str) -> None:
     speeds.file().write_text(text)
     assert speeds.speeds("torch") == SHIPPED["torch"]
 
 
-@pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf"), 10**400], ids=str)
 def test_numbers_that_are_no_times_are_left_out(measurable: None, number: float) -> None:
     work = SHIPPED["torch"].pairs._asdict() | {"pair": number}
     parts = {"pairs": work, "chunks": SHIPPED["torch"].chunks._asdict()}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, library
+from torch.autograd import forward_ad
 
 import softmax_rnn as sr
 from softmax_rnn.ops import decoding
@@ -156,6 +157,51 @@ def test_gradients_take_the_general_way() -> None:
     k.requires_grad_()
     out, after = sr.attention(q, k, v, "taylor:2", state=state, return_state=True)
     assert torch.autograd.grad(out.sum() + after.sums.sum(), k)[0].abs().sum() > 0
+    # Of the decay alone: no other input has a gradient.
+    decay = (-torch.rand(1, 2, 1)).requires_grad_()
+    given = q, k.detach(), v, SPECS["token"]
+    with torch.no_grad():
+        _, state = sr.attention(*given, log_decay=decay, return_state=True)
+    out, _ = sr.attention(*given, log_decay=decay, state=state, return_state=True)
+    assert torch.autograd.grad(out.sum(), decay)[0].abs().sum() > 0
+
+
+@needs_library
+def test_other_derivatives_are_errors_and_leave_nothing_behind() -> None:
+    draw, spec = torch.Generator().manual_seed(0), sr.AttentionSpec(series="taylor", order=2)
+    inputs = tuple(normal(draw, 1, 2, 1, 5) for _ in range(3))
+    _, state = sr.attention(*inputs, spec, return_state=True)
+    native_token._constants.cache_clear()
+
+    def out(*given: Tensor) -> Tensor:
+        return sr.attention(*given, spec, state=state, return_state=True)[0]
+
+    for place in range(3):
+        with pytest.raises(NotImplementedError, match="Forward-mode derivative"):
+            torch.func.jvp(
+                lambda x, at=place: out(*inputs[:at], x, *inputs[at + 1 :]),
+                (inputs[place],),
+                (inputs[place],),
+            )
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(inputs[place], inputs[place])
+            with pytest.raises(NotImplementedError):
+                out(*inputs[:place], dual, *inputs[place + 1 :])
+    torch.func.jvp(lambda x: x + out(*inputs), (inputs[0],), (inputs[0],))
+    assert out(*inputs).isfinite().all()
+
+
+@needs_library
+def test_signs_and_other_default_devices() -> None:
+    """A lazily negated tensor, and tensors made inside must be on the inputs' device."""
+    draw, spec = torch.Generator().manual_seed(0), sr.variant("linear_elu")
+    q, k, v = (normal(draw, 1, 2, 1, 4) for _ in range(3))
+    _, state = sr.attention(q, k, v, spec, return_state=True)
+    options: dict[str, Any] = {"state": state, "return_state": True}
+    expected = sr.attention(-q, -k, -v, spec, **options)[0]
+    with torch.device("meta"):
+        found = sr.attention(*(torch._neg_view(x) for x in (q, k, v)), spec, **options)[0]
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

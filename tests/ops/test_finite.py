@@ -56,6 +56,27 @@ def test_inputs_that_are_not_finite_go_through(form: str, bad: float, name: str)
     assert out[0, 1].isfinite().all()
 
 
+@pytest.mark.parametrize("size", [40, 300])
+@pytest.mark.parametrize("name", ["softmax+decay", "taylor:2+decay", "norm+decay", "channel"])
+def test_a_decay_that_is_nan_goes_through(name: str, size: int) -> None:
+    """From its row on, in every form: a diverged gate must not look healthy."""
+    q, k, v = torch.randn(3, 1, 2, size, 8).unbind(0)
+    channel = sr.AttentionSpec(series="power", order=1, denominator="none", decay="channel")
+    spec = channel if name == "channel" else sr.variant(name)
+    decay = -0.1 * torch.rand(1, 2, size, *([8] if spec.decay == "channel" else []))
+    decay[0, 1, size // 2] = torch.nan
+    for form in ("auto", *sr.forms(spec)):
+        wanted = q.clone().requires_grad_()
+        out = sr.attention(wanted, k, v, spec, log_decay=decay, form=form)
+        bad = out.isnan().any(-1)
+        assert not bad[0, 0].any(), form
+        assert bad[0, 1].tolist() == [t >= size // 2 for t in range(size)], form
+        assert torch.autograd.grad(out.sum(), wanted)[0][0, 1].isnan().any(), form
+    if spec.has_state:
+        with pytest.raises(FloatingPointError, match=f"The log decay of token {size // 2} "):
+            sr.attention(q, k, v, spec, log_decay=decay, return_state=True)
+
+
 @pytest.mark.parametrize("form", sr.forms(sr.AttentionSpec(denominator="none")))
 def test_an_exponential_that_overflows_with_its_values(form: str) -> None:
     x = torch.full((1, 1, 1, 1), 9.2)

@@ -21,6 +21,14 @@ def in_proc(name: str, pattern: str) -> str | None:
 
 
 def cache_folder() -> Path:
-    """``$SOFTMAX_RNN_CACHE``, or a folder in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("SOFTMAX_RNN_CACHE") or Path(home) / "softmax-rnn")
+    """``$SOFTMAX_RNN_CACHE``, or a folder in the user's cache folder.
+
+    Raises:
+        OSError: if the user has no home folder, as in some containers.
+    """
+    if named := os.environ.get("SOFTMAX_RNN_CACHE"):
+        return Path(named)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "softmax-rnn"
+    except RuntimeError as error:
+        raise OSError(f"{error} SOFTMAX_RNN_CACHE can name a folder for caches.") from error

@@ -104,17 +104,18 @@ def measure_machine() -> None:
     """Measure a CPU's speeds for the choice of forms, once a machine, before it trains."""
     import torch
 
+    from softmax_rnn._utils.progress import notice
     from softmax_rnn.ops import speeds
     from softmax_rnn.ops.calibration import calibrate
 
     alone = int(os.environ.get("WORLD_SIZE") or 1) == 1
-    if (
-        alone
-        and speeds.measurable()
-        and not torch.cuda.is_available()
-        and not speeds.file().exists()
-    ):
-        calibrate()
+    if not alone or not speeds.measurable() or torch.cuda.is_available():
+        return
+    try:
+        if not speeds.file().exists():
+            calibrate()
+    except OSError as error:
+        notice(f"The speeds of this machine are not measured, as they cannot be kept: {error}")
 
 
 def write_report(runs: Sequence[Any], root: Path) -> None:

@@ -15,24 +15,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softmax_rnn.ops.finite import in_range
+from softmax_rnn.ops.finite import Inputs, in_range
 from softmax_rnn.ops.forms import native_library, native_token
+from softmax_rnn.ops.forms.first_order import differentiated, transformed
 from softmax_rnn.ops.forms.row_sums import no_data
 from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.spec import AttentionSpec, Decay, FeatureMap, Series
 from softmax_rnn.ops.state import State, next_state
 
 
-def applies(q: Tensor, k: Tensor, v: Tensor, form: str, mask: Tensor | None) -> bool:
+def applies(
+    inputs: Inputs, form: str, mask: Tensor | None, log_decay: Tensor | None, state: State | None
+) -> bool:
     """Whether these are inputs of :func:`over_keys` or :func:`after_state`."""
-    return not no_data(q) and _plain(q, k, v, form, mask) and q.numel() * k.numel() > 0
+    q, k, _ = inputs
+    return (
+        not no_data(q)
+        and not transformed()
+        and _plain(inputs, form, mask, log_decay, state)
+        and q.numel() * k.numel() > 0
+    )
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, form: str, mask: Tensor | None) -> bool:
+def _plain(
+    inputs: Inputs, form: str, mask: Tensor | None, log_decay: Tensor | None, state: State | None
+) -> bool:
     """Whether this is one query on a CPU, without what would need the general way."""
+    q = inputs[0]
     if q.shape[2] != 1 or form != "auto" or mask is not None or q.device.type != "cpu":
         return False
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    given = (*inputs, log_decay, None if state is None else state.sums)
+    if any(x is not None and differentiated(x) for x in given):
         return False
     return not torch.is_autocast_enabled("cpu")
 
@@ -49,8 +62,6 @@ def after_state(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, state: State, log_decay: Tensor | None
 ) -> tuple[Tensor, State] | None:
     """The output for a token and the state after it; ``None`` if it takes the general way."""
-    if state.sums.requires_grad and torch.is_grad_enabled():
-        return None
     token = native_token.step(q, k, v, spec, state.sums, log_decay)
     if token is None or not in_range(spec, token.largest_key, token.largest_value, 1, q.dtype):
         return None
@@ -82,7 +93,12 @@ class Weights(NamedTuple):
 
 
 def in_compiled_graph(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, form: str, mask: Tensor | None
+    spec: AttentionSpec,
+    inputs: Inputs,
+    form: str,
+    mask: Tensor | None,
+    log_decay: Tensor | None,
+    state: State | None,
 ) -> bool:
     """Whether a compiled graph calls an operator for this token after a state.
 
@@ -90,7 +106,7 @@ def in_compiled_graph(
     """
     return (
         torch.compiler.is_compiling()
-        and _plain(q, k, v, form, mask)
-        and native_token.covers(spec, q.dtype)
+        and _plain(inputs, form, mask, log_decay, state)
+        and native_token.covers(spec, inputs[0].dtype)
         and native_library.possible()
     )

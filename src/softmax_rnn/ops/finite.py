@@ -22,13 +22,15 @@ def check_sums(
     inputs: Inputs,
     features: Tensor,
     mask: Tensor | None,
+    log_decay: Tensor | None,
 ) -> None:
     """Raise if the sums of a finite series, or its state, overflow.
 
     NaN or infinity propagates to every output that depends on it, so the outputs are checked. The
     last keys may affect no output, so the size of their powers is checked as well. Without a state,
     NaN or infinity in the inputs propagates to the outputs, as in softmax. ``state`` is the initial
-    state; ``features`` are the keys as a state stores them.
+    state; ``features`` are the keys as a state stores them; log decays are [B, Hkv, S] or
+    [B, Hkv, S, D].
 
     Raises:
         OverflowError: if sums or a state overflow; the message gives the size of the inputs, or
@@ -50,8 +52,8 @@ def check_sums(
     if finite and not _out_of_range(sums, spec, features, v):
         return
     if stateful or state is not None:
-        _check_state(sums, spec, state, features, v)
-    if not finite and not hidden_nan and all(_finite(x) for x in (q, k, v)):
+        _check_state(sums, spec, state, features, v, log_decay)
+    if not finite and not hidden_nan and all(_finite(x) for x in (q, k, v, log_decay)):
         raise OverflowError(
             f"The sums of power {spec.order} overflow {sums.numerator.dtype}: {_sizes((q, k, v))}, "
             f"the score scale is {spec.score_scale(q.shape[-1]):.3g}. Use smaller inputs, a lower "
@@ -79,15 +81,23 @@ def _sizes(inputs: Inputs) -> str:
 
 
 def _check_state(
-    sums: RowSums, spec: AttentionSpec, state: State | None, k: Tensor, v: Tensor
+    sums: RowSums,
+    spec: AttentionSpec,
+    state: State | None,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
 ) -> None:
     before = 0 if state is None else int(state.tokens)
     if state is not None and not state.sums.isfinite().all():
         raise FloatingPointError(
             f"The given state contains NaN or infinity, after {before} tokens."
         )
-    for name, x in (("key", k), ("value", v)):
-        bad = (~x.isfinite()).any(-1).flatten(0, 1).any(0).nonzero()
+    for name, x in (("key", k), ("value", v), ("log decay", log_decay)):
+        if x is None:
+            continue
+        each = x if x.ndim == 4 else x.unsqueeze(-1)
+        bad = (~each.isfinite()).any(-1).flatten(0, 1).any(0).nonzero()
         if len(bad):
             token = before + int(bad[0])
             raise FloatingPointError(f"The {name} of token {token} contains NaN or infinity.")

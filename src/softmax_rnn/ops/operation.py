@@ -182,7 +182,8 @@ def attention(
         check_state(state, spec, k, v, outside_k)
     if state is not None or return_state:
         check_per_key(mask)
-    if queries == 1 and output_gate is None and decoding.applies(q, k, v, form, mask):
+    given = (q, k, v), form, mask, log_decay, state
+    if queries == 1 and output_gate is None and decoding.applies(*given):
         if state is None and not return_state:
             alone = decoding.over_keys(q, k, v, spec)
             if alone is not None:
@@ -192,7 +193,7 @@ def attention(
             if after is not None:
                 return after
     after_some = state is not None and return_state and queries == keys == 1
-    if after_some and decoding.in_compiled_graph(q, k, v, spec, form, mask):
+    if after_some and decoding.in_compiled_graph(spec, *given):
         assert state is not None
         tokens, weights = state.tokens, decoding.Weights.of(spec, q.shape[3])
         tokens = tokens if isinstance(tokens, Tensor) else torch.full((), tokens)
@@ -311,7 +312,7 @@ def _sums(
         options |= {"state": state and state.sums, "keep_state": keep_state}
     sums = chosen.compute(q, k, v, spec, **given, **options)
     if spec.order is not None:
-        check_sums(sums, spec, state, inputs, k, mask)
+        check_sums(sums, spec, state, inputs, k, mask, decay)
     return sums if log_scale is None else sums._replace(log_scale=log_scale)
 
 

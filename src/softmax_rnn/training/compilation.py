@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -69,15 +69,16 @@ def _eager() -> contextlib.AbstractContextManager[None]:
 def _decided(loop: Loop) -> Decision:
     """The decision of an earlier session or of a like run, or a new one; of the first process."""
     known: list[Decision | None] = [None]
-    cached = _cache(loop.config)
     if loop.accelerator.is_main_process:
-        known = [_read(loop.folder.path / FILE) or _read(cached)]
+        known = [_read(lambda: loop.folder.path / FILE) or _read(lambda: _cache(loop.config))]
     if (found := broadcast_object_list(known)[0]) is not None:
         return Decision(*found)
     decision = broadcast_object_list([_measured(loop)])[0]
     if loop.accelerator.is_main_process and decision.fast is not None:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        write_json(cached, decision._asdict())
+        with contextlib.suppress(OSError):  # other runs will measure for themselves
+            cached = _cache(loop.config)
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_json(cached, decision._asdict())
     return Decision(*decision)
 
 
@@ -136,8 +137,8 @@ def _cache(config: TrainingConfig) -> Path:
     return cache_folder() / "compiled" / f"{key}.json"
 
 
-def _read(path: Path) -> Decision | None:
+def _read(path: Callable[[], Path]) -> Decision | None:
     try:
-        return Decision(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        return Decision(**json.loads(path().read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import _ctypes
 import dataclasses
 import math
+import os
 import tomllib
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -227,6 +230,57 @@ def test_it_can_be_switched_off(fresh: None, monkeypatch: pytest.MonkeyPatch) ->
         warnings.simplefilter("error")
         assert chosen(long(), SPECS["gate"]) == "blocked"
     assert "native" not in sr.forms("gate")
+
+
+@needs_library
+@pytest.mark.parametrize("other", [False, True])
+def test_a_broken_file_is_built_again(fresh: None, other: bool) -> None:
+    name = f"native-{native_library._key(native_library._compiler())}.so"
+    (path := native_library.cache_folder() / "native" / name).parent.mkdir()
+    broken = Path(_ctypes.__file__).read_bytes() if other else b"no library"
+    path.write_bytes(broken)
+    # A process that has loaded another library of this name keeps it.
+    context = pytest.warns(UserWarning, match="is another") if other else nullcontext()
+    with context:
+        assert chosen(long(), SPECS["gate"]) == ("blocked" if other else "native")
+    assert path.read_bytes() != broken
+
+
+@needs_library
+def test_a_compiler_that_says_nothing(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder := native_library.cache_folder() / "bin").mkdir(parents=True)
+    (folder / "g++").write_text("#!/bin/sh\nprintf '\\n\\377' >&2; exit 1\n")
+    (folder / "g++").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    with pytest.warns(UserWarning, match="form='native' cannot be built: "):
+        assert chosen(long(), SPECS["gate"]) == "blocked"
+
+
+@needs_library
+def test_no_home_folder_is_no_error(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("SOFTMAX_RNN_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.warns(UserWarning, match="Could not determine home directory. SOFTMAX_RNN_CACHE"):
+        assert chosen(long(), SPECS["gate"]) == "blocked"
+
+
+@needs_library
+@pytest.mark.parametrize("name", ["forgetting", "taylor_token", "linear_elu"])
+@pytest.mark.parametrize("form", ["native", "chunked"])
+def test_tensors_are_made_on_the_device_of_the_inputs(name: str, form: str) -> None:
+    x, spec = long(600), SPECS[name]
+    if form not in sr.forms(spec):
+        pytest.skip("exp has no chunks")
+    decay = {} if spec.decay == "none" else {"log_decay": -torch.rand(1, 2, 600)}
+    with torch.no_grad():
+        expected = sr.attention(x, x, x, spec, form=form, **decay)
+        with torch.device("meta"):
+            found = sr.attention(x, x, x, spec, form=form, **decay)
+    assert torch.equal(found, expected)
 
 
 @needs_library

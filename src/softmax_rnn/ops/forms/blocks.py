@@ -164,7 +164,10 @@ class Blocks:
             bound = abs(self.scale) * lengths * longest
             reach = reach + 1.0 + 2.01 * bound.nan_to_num(nan=torch.inf).to(faded.dtype)
         latest = (faded[:, self.past :: self.block] - reach).contiguous()
-        by_decay = torch.searchsorted(faded.contiguous(), latest).t().tolist()
+        # From a NaN on, every sum is NaN, and rows need all keys.
+        faded = faded.contiguous().masked_fill(faded.isnan(), torch.inf)
+        latest = latest.masked_fill_(latest.isnan(), -torch.inf)
+        by_decay = torch.searchsorted(faded, latest).t().tolist()
         pairs = zip(by_window, by_decay, strict=True)
         return [[max(window, first) for first in firsts] for window, firsts in pairs]
 

@@ -36,6 +36,11 @@ def differentiated(x: Tensor) -> bool:
     return backward or unpack_dual(x).tangent is not None
 
 
+def transformed() -> bool:
+    """Whether this runs inside a ``torch.func`` transform, whose tensors have no address."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
 class _FirstOrder(torch.autograd.Function):
     generate_vmap_rule = True
 

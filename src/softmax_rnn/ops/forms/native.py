@@ -114,7 +114,8 @@ class _NativeSums(torch.autograd.Function):
         total = first = None
         if log_decay is not None:
             blocks = Blocks(q, k, v, log_decay, None, None, spec, causal, _BLOCK)
-            total, first = blocks.total, None if no_data(q) else torch.tensor(blocks.firsts())
+            total = blocks.total
+            first = None if no_data(q) else torch.tensor(blocks.firsts(), device="cpu")
         if mask is not None:
             mask = mask[:, 0, 0].expand(len(q), k.shape[2]).contiguous()
         inputs = (q, k, v, mask, total, first)
@@ -205,7 +206,7 @@ def _run(
     strided = {name: _rows(x) for name, x in strided.items()}
     others = others | {"mask": mask, "total": total, "first": first}
     if coefficients:
-        others["coefficients"] = torch.tensor(coefficients, dtype=torch.float64)
+        others["coefficients"] = torch.tensor(coefficients, dtype=torch.float64, device="cpu")
     tensors = strided | {name: x.contiguous() for name, x in others.items() if x is not None}
     sizes = {"batch": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1]}
     sizes |= {"queries": q.shape[2], "keys": k.shape[2], "width": q.shape[3]}

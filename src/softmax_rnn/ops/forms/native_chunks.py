@@ -68,7 +68,7 @@ def gradients(
     names = ("dq", "dk", "dv")
     outputs = {name: _tokens_first(x) for name, x in zip(names, out[:3], strict=True)}
     shape = (*inputs.values.shape[:2], len(chunks.tables.weights))
-    dstate = torch.zeros(shape, dtype=dsums.dtype) if dlast is None else dlast.clone()
+    dstate = dsums.new_zeros(shape) if dlast is None else dlast.clone()
     _run("chunk_gradients", inputs, chunks, given | {"dstate": dstate}, outputs, False, dlast)
     if out.state is not None and out.state.numel():
         out.state.copy_(dstate)
@@ -156,5 +156,11 @@ def _indices(width: int, degree: int) -> tuple[Tensor, Tensor]:
 def _constants(tables: Tables, width: int) -> dict[str, Tensor]:
     parents, factors = _indices(width, tables.degree)
     numbers = {"coefficients": tables.series.coefficients, "roots": tables.roots}
-    found = {name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items()}
-    return found | {"parents": parents, "factors": factors, "sizes": torch.tensor(tables.sizes)}
+    found = {
+        name: torch.tensor(x, dtype=torch.float64, device="cpu") for name, x in numbers.items()
+    }
+    return found | {
+        "parents": parents,
+        "factors": factors,
+        "sizes": torch.tensor(tables.sizes, device="cpu"),
+    }

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -74,6 +75,7 @@ def run(
     ``call`` is the structure of its argument. Its pointers are those of ``tensors``, which are
     contiguous, and 0 where there is none.
     """
+    tensors = {name: x.resolve_neg() for name, x in tensors.items()}
     pointers = {name: x.data_ptr() for name, x in tensors.items()}
     arguments = call(**pointers, **numbers, threads=threads())
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
@@ -91,8 +93,8 @@ def load() -> ctypes.CDLL:
     try:
         return _loaded()
     except (OSError, subprocess.SubprocessError) as problem:
-        lines = (getattr(problem, "stderr", None) or str(problem)).strip().splitlines()
-        reason = next((line for line in lines if "error" in line), lines[0])
+        said = (getattr(problem, "stderr", None) or "").strip() or str(problem)
+        reason = next((line for line in said.splitlines() if "error" in line), said)
         _failures.append(f"form='native' cannot be built: {reason}")
         warnings.warn(
             f"{_failures[0]}\nOther forms are used instead, which are slower on a CPU. "
@@ -116,9 +118,18 @@ def _loaded() -> ctypes.CDLL:
     if compiler is None:
         raise OSError("there is no g++ on the path.")
     library = cache_folder() / "native" / f"native-{_key(compiler)}.so"
-    if not library.exists():
-        _build(compiler, library)
-    return ctypes.CDLL(str(library))
+    if library.exists():
+        with suppress(OSError):
+            return _opened(library)
+    _build(compiler, library)  # also in place of a broken file
+    return _opened(library)
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    if not hasattr(library, "token_float32"):
+        raise OSError(f"{path} is another library.")
+    return library
 
 
 def _key(compiler: str) -> str:
@@ -142,11 +153,19 @@ def _build(compiler: str, library: Path) -> None:
             [compiler, "-shared", *objects, f"-L{libraries}", "-ltorch_cpu", "-o", linked.name],
         ):
             _output(command, folder)
+        with linked.open("rb") as file:
+            os.fsync(file.fileno())  # else a crash could leave a part of it
         linked.replace(library)
 
 
 def _output(command: list[str], folder: str | None = None) -> str:
     run = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=_SECONDS, cwd=folder
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=True,
+        timeout=_SECONDS,
+        cwd=folder,
     )
     return run.stdout

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from softmax_rnn.ops.forms import native_library
-from softmax_rnn.ops.forms.first_order import differentiated
+from softmax_rnn.ops.forms.first_order import differentiated, transformed
 from softmax_rnn.ops.forms.row_sums import no_data
 
 
@@ -27,6 +27,7 @@ def suits(*given: Tensor) -> bool:
     return (
         x.device.type == "cpu"
         and not any(no_data(each) or differentiated(each) for each in given)
+        and not transformed()
         and x.dtype in (torch.float32, torch.float64)
         and x.ndim == 4
         and x.shape[2] >= native_library.LEAST_TOKENS

@@ -69,7 +69,7 @@ def step(
     if log_decay is not None:
         each = log_decay.double().clamp(min=MIN_LOG_DECAY)
         given["log_decay"] = each.reshape(-1) if log_decay.ndim > 1 else each.repeat(len(k))
-    found, out = torch.empty(3, dtype=torch.float64), q.new_empty(*q.shape[:3], v.shape[3])
+    found, out = q.new_empty(3, dtype=torch.float64), q.new_empty(*q.shape[:3], v.shape[3])
     given |= {"out": out, "next": torch.empty_like(given["state"]), "found": found}
     native_library.run(
         "token",
