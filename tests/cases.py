@@ -26,6 +26,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "sliced": lambda x: F.pad(x, (3, 2))[..., 3:-2],
     "every_other": lambda x: x.repeat_interleave(2, dim=2)[:, :, ::2],
     "expanded": lambda x: x[:, :1].expand_as(x),
+    "negated": lambda x: torch._neg_view(-x),  # the sign is applied when it is read
 }
 
 

@@ -113,11 +113,16 @@ class _TritonSums(torch.autograd.Function):
         *options: Any,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         spec: AttentionSpec = options[0]
+        q, k, v = (x.resolve_neg() for x in (q, k, v))  # kernels do not see a lazy sign
         weight_sum = q.new_empty(q.shape[:3], dtype=compute_dtype(q.dtype))
         numerator = weight_sum.new_empty(*q.shape[:3], v.shape[3])
         maximum = torch.empty_like(weight_sum) if spec.shifted else None
         running = None if log_decay is None else running_sums(log_decay, weight_sum.dtype)
-        learned = None if coefficients is None else coefficients.to(weight_sum.dtype).contiguous()
+        learned = (
+            None
+            if coefficients is None
+            else coefficients.resolve_neg().to(weight_sum.dtype).contiguous()
+        )
         span = _global_span(spec, q, k, mask)
         if mask is not None:
             mask = mask.expand(*q.shape[:3], k.shape[2]).view(torch.uint8)
@@ -141,7 +146,8 @@ class _TritonSums(torch.autograd.Function):
             by_query, by_key = (grad_sum.new_empty(x.shape[:3]) for x in (q, k))
         if ctx.needs_input_grad[4]:
             dlearned = grad_sum.new_empty(*q.shape[:3], learned.shape[1])
-        given = (maximum, grad, grad_sum.contiguous())
+        grad = grad.resolve_neg()
+        given = (maximum, grad, grad_sum.resolve_neg().contiguous())
         outputs = (*given, dq, by_query, dlearned)
         _launch("query_grads", inputs, outputs, (grad, dq), *ctx.options)
         _launch("key_grads", inputs, (*given, dk, dv, by_key), (grad, dk, dv), *ctx.options)

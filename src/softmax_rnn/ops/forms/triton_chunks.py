@@ -123,7 +123,7 @@ def gradients(
 ) -> None:
     """Fill the gradients ``out``, that of log decays if ``decays``."""
     for heads, call in _calls(inputs, chunks):
-        own, states, grads = dsums[heads], kept[heads], out.of(heads)
+        own, states, grads = dsums[heads].resolve_neg(), kept[heads], out.of(heads)
         call.reads_last |= dlast is not None
         dstates = call.new_states(call.slots.chunks + 1)
         found = None if dlast is None else dlast[heads]
@@ -159,7 +159,7 @@ class _Call:
 
     def __init__(self, inputs: Columns, chunks: Chunks) -> None:
         self.chunks, self.inputs = chunks, inputs
-        self.q, self.k, self.v = (_tokens(x) for x in inputs[:3])
+        self.q, self.k, self.v = (_tokens(x.resolve_neg()) for x in inputs[:3])
         self.heads, self.groups, self.queries, self.width = self.q.shape
         self.keys, self.channels = self.v.shape[2:]
         self.slots = _slots(chunks, self.queries, self.keys)
