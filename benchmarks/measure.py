@@ -282,6 +282,8 @@ def carry_out(
     show(result, console)
     for answer in judge(result):
         mark = {True: "holds", False: "FAILS", None: "not measured"}[answer["holds"]]
+        if answer["holds"] is None and answer["found"] is not None:
+            mark = "holds, where measured"
         found = "" if answer["found"] is None else f": {answer['found']:.3g}"
         console.print(f"{mark}  {answer['what']}{found} ({answer['limit']})")
     where = place(arguments.device, result["environment"])

@@ -86,7 +86,8 @@ def judge(
 
     Returns:
         For each: ``what``, ``limit``, ``found`` (a median), its quartiles ``low`` and ``high``,
-        ``where`` (the worst of several cells), ``holds``; ``None`` if a row is missing.
+        ``where`` (the worst of several cells), ``holds``; ``None`` if rows are missing, except
+        that a target fails if one of its cells does.
     """
     if targets is None:
         kind = (result["benchmark"], result["device"])
@@ -103,12 +104,13 @@ def _answer(target: Target, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]
         "limit": f"{'>=' if least else '<='} {target.limit:g}",
         **dict.fromkeys(("found", "low", "high", "where", "holds")),
     }
-    if len(known) == len(found):
+    if known:
         worst, cell = (min if least else max)(known, key=lambda pair: pair[0]["median"])
         median = worst["median"]
         answer |= {"found": median, "low": worst["low"], "high": worst["high"]}
         answer["where"] = _words(cell) if len(found) > 1 else None
-        answer["holds"] = median >= target.limit if least else median <= target.limit
+        held = median >= target.limit if least else median <= target.limit
+        answer["holds"] = held if len(known) == len(found) or not held else None
     return answer
 
 

@@ -89,7 +89,8 @@ def _judged(result: Result, target: Target) -> str:
     if answer["found"] is None:
         return NONE
     worst = f" at {answer['where']}" if answer["where"] else ""
-    held = "holds" if answer["holds"] else "**fails**"
+    held = {True: "holds", False: "**fails**", None: "holds there, others not measured"}
+    held = held[answer["holds"]]
     return f"{spread({**answer, 'median': answer['found']})}{worst}: {held}"
 
 
@@ -268,7 +269,8 @@ def choice(result: Result) -> str:
         sizes = [str(row[key]) for key in ("length", "width", "order")]
         rows.append([*sizes, *cells, spread(row["auto_over_best"])])
     worst = result["verdicts"][0]
-    head = f"The worst of {len(rows)} cells: {worst['found']:.2f} ({worst['limit']}).\n\n"
+    held = "holds" if worst["holds"] else "**fails**"
+    head = f"The worst of {len(rows)} cells: {worst['found']:.2f} ({worst['limit']}): {held}.\n\n"
     columns = ["T", "d", "order", "pairs, ms", "chunked, ms", "auto / the faster [quartiles]"]
     return head + table(columns, rows, left=1)
 
@@ -351,7 +353,9 @@ def fill(text: str, results: Results) -> str:
     for benchmark, device in BENCHMARKS:
         shown = []
         for place, result in of(results, benchmark, device).items():
-            part = f"**{title(place)}.** {PARTS[benchmark](result)}"
+            part = PARTS[benchmark](result)
+            space = "\n\n" if part.startswith("|") else " "
+            part = f"**{title(place)}.**{space}{part}"
             if benchmark in FIGURES:
                 image = f"images/performance_{benchmark}_{place}.png"
                 part = f"![{FIGURES[benchmark][1]}]({image})\n\n{part}"

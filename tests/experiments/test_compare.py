@@ -309,3 +309,10 @@ def test_the_users_threads_and_other_systems_cores(monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(launch_module.os, "sched_getaffinity")
     monkeypatch.setattr(launch_module.os, "cpu_count", lambda: 6)
     assert launch_module._cores() == 6
+
+
+def test_a_file_needs_a_name() -> None:
+    with pytest.raises(ValueError, match="'mine.yaml' needs a name: for example mine=mine.yaml"):
+        compare_configs(["softmax", "mine.yaml"], [0], RunConfig.preset("demo"), Path("runs"))
+    with pytest.raises(ValueError, match="is a file: give its fields as `attention:`"):
+        RunConfig.preset("demo", attention="mine.yaml")

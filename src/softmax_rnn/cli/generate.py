@@ -95,7 +95,8 @@ def generate(
     tokenizer = load_tokenizer(str(folder), local=True, ends=False)
     if not isinstance(model, SoftmaxRNNForCausalLM):
         raise ValueError(
-            f"{folder} contains a {type(model).__name__}, not a model of this package."
+            f"{folder} contains a {type(model).__name__}, not a model of this package. A converted "
+            "model continues a prompt by generate() of transformers' AutoModelForCausalLM."
         )
     # No special tokens, as in training: a document starts with its text.
     try:

@@ -59,10 +59,11 @@ def _attention(word: str, layer: dict[str, Any]) -> tuple[str, Variant, dict[str
     ``layer`` are layer options that every variant gets.
     """
     name, equals, value = word.partition("=")
+    if not equals and _is_file(word):
+        raise ValueError(f"The attention in {word!r} needs a name: for example mine={word}.")
     if not equals:
         return word, resolve_layer(word, layer), {"attention": word}
-    is_file = value.endswith((".yaml", ".yml", ".json")) or Path(value).is_file()
-    found = read_variant(Path(value)) if is_file else resolve_layer(value)
+    found = read_variant(Path(value)) if _is_file(value) else resolve_layer(value)
     found = found._replace(options=found.options.replaced(layer))
     if not may_name(name, found):
         raise ValueError(
@@ -70,6 +71,10 @@ def _attention(word: str, layer: dict[str, Any]) -> tuple[str, Variant, dict[str
             "and is not the name of another variant."
         )
     return name, found, {"attention": found.spec.to_dict(), "layer": found.options.to_dict()}
+
+
+def _is_file(word: str) -> bool:
+    return word.endswith((".yaml", ".yml", ".json")) or Path(word).is_file()
 
 
 def read_variant(path: Path) -> Variant:

@@ -198,6 +198,12 @@ class TrainingConfig:
         """The attention's specification and the options of its layer."""
         if isinstance(self.attention, dict):
             return resolve_layer(AttentionSpec.from_dict(self.attention), self.layer)
+        if isinstance(self.attention, str) and self.attention.endswith((".yaml", ".yml", ".json")):
+            raise ValueError(
+                f"attention={self.attention!r} is a file: give its fields as `attention:` in a "
+                "file for --config, or compare it by a name of its own (softmax-rnn compare "
+                f"mine={self.attention})."
+            )
         if isinstance(self.attention, str):
             return resolve_layer(self.attention, self.layer)
         raise ValueError(
