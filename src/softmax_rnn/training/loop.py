@@ -7,7 +7,7 @@ import functools
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from softmax_rnn._utils.integrity import seal
 from softmax_rnn._utils.progress import ProgressBar, notice
 from softmax_rnn.data import CorpusError, PreparedCorpus, Rows, TaskCorpus
 from softmax_rnn.models.modeling import checkpoint_activations
-from softmax_rnn.training import compilation
 from softmax_rnn.training.checkpoint import (
     PROGRESS,
     CheckpointError,
@@ -111,8 +110,15 @@ class Loop:
         self._skipped_in_a_row = 0
         self._overflow = ""  # the attention's error in this step
 
-    def run(self, checkpoint: Path | None) -> None:
-        """Train to the end, from the start or a checkpoint; raises the errors of ``train``."""
+    def run(
+        self,
+        checkpoint: Path | None,
+        within: Callable[[Loop], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        """Train to the end, from the start or a checkpoint; raises the errors of ``train``.
+
+        The steps are taken inside the context that ``within`` makes of the loop.
+        """
         try:
             if checkpoint is not None:
                 self._resume(checkpoint)
@@ -121,7 +127,7 @@ class Loop:
             label = self.folder.path.name
             shown = self.accelerator.is_main_process
             with (
-                compilation.chosen(self),
+                within(self),
                 ProgressBar(label, self.config.steps, self.step, visible=shown) as self.bar,
             ):
                 self._steps()

@@ -36,6 +36,7 @@ from softmax_rnn.data import (
 )
 from softmax_rnn.models import SoftmaxRNNConfig, SoftmaxRNNForCausalLM, initialize
 from softmax_rnn.models.loading import HUB
+from softmax_rnn.training import compilation
 from softmax_rnn.training.checkpoint import newest_whole, read_progress
 from softmax_rnn.training.config import ConversionConfig, RunConfig, TrainingConfig
 from softmax_rnn.training.conversion import conversion_model
@@ -185,7 +186,7 @@ def train(
             if code := loop.stop_request():
                 raise RunStopped(code)
             until_done.enter_context(_tracking(accelerator, config, path))
-            loop.run(checkpoint)
+            loop.run(checkpoint, within=compilation.chosen)
             with together(accelerator):
                 if accelerator.is_main_process:
                     _finish(loop, folder)
