@@ -1,4 +1,4 @@
-// What the native kernels share: matrix products, vectors, exp, aligned memory.
+// What the native kernels share: matrix products, transposes, vectors, exp, aligned memory.
 
 #pragma once
 
@@ -76,6 +76,17 @@ template <class T> inline Vec<T> exponential(Vec<T> x, T low) {
   for (int i = L::TERMS; i > 0; i--) series = series * (r * T(1.0 / i)) + T(1);
   const Int<T> power = ((Int<T>)rounded + L::BIAS) << L::MANTISSA;
   return x < low ? Vec<T>{} : series * (Vec<T>)power;
+}
+
+// `to` is the transpose of the rows `from`, or is added to; a tile of 16 x 16 at a time.
+template <class T> void transpose(const T* from, int64_t stride, int64_t rows, int64_t columns,
+                                  T* to, int64_t to_stride, bool add) {
+  constexpr int64_t SIDE = 16;
+  for (int64_t i = 0; i < rows; i += SIDE)
+    for (int64_t j = 0; j < columns; j += SIDE)
+      for (int64_t b = j; b < std::min(columns, j + SIDE); b++)
+        for (int64_t a = i; a < std::min(rows, i + SIDE); a++)
+          to[b * to_stride + a] = from[a * stride + b] + (add ? to[b * to_stride + a] : T(0));
 }
 
 template <class T> struct Free {

@@ -27,16 +27,6 @@ template <class T> struct Features {
   bool by_token;
 };
 
-template <class T> void transpose(const T* from, int64_t stride, int64_t rows, int64_t columns,
-                                  T* to, int64_t to_stride, bool add) {
-  constexpr int64_t SIDE = 16;
-  for (int64_t i = 0; i < rows; i += SIDE)
-    for (int64_t j = 0; j < columns; j += SIDE)
-      for (int64_t b = j; b < std::min(columns, j + SIDE); b++)
-        for (int64_t a = i; a < std::min(rows, i + SIDE); a++)
-          to[b * to_stride + a] = from[a * stride + b] + (add ? to[b * to_stride + a] : T(0));
-}
-
 template <class T> class Head {
   using L = Lanes<T>;
   const Call<T>& c;
