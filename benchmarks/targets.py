@@ -65,6 +65,7 @@ TARGETS = (
     Target("step", "cpu", "softmax", "llama", 1.05),
     Target("step", "cpu", "linear_elu", "softmax", 1.0),
     Target("decode", "cpu", "softmax", "llama", 1.05, cells=_DECODED),
+    Target("decode", "cpu", "softmax compiled", "llama compiled", 1.05, cells=_DECODED[::2]),
     Target("decode", "cpu", "taylor:2", "llama", 1.5, cells=_DECODED[:2]),
     Target("decode", "cpu", "taylor:2", "llama", 1.0, cells=_DECODED[2:]),
     Target("op", "cuda", "norm", "sdpa", 1.05, cells=_GPU),

@@ -30,6 +30,10 @@ def test_evaluate_a_run(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["evaluate", str(run.checkpoints[-1]), *words]) == 0
     again = json.loads((out / "evaluation.json").read_text())["corpus"]
     assert (again["rows"], again["block_size"], again["tokens"]) == (2, 16, 30)
+    first = (out / "evaluation.json").read_bytes()
+    assert main(["evaluate", str(run.checkpoints[-1]), *words]) == 0
+    assert (out / "evaluation.json").read_bytes() == first  # earlier results stay
+    assert json.loads((out / "evaluation-2.json").read_text())["corpus"] == again
     capsys.readouterr()
     assert main(["evaluate", str(run.path), "--blocks", "0"]) == 2
     assert "blocks must be an integer >= 1, not 0" in capsys.readouterr().err

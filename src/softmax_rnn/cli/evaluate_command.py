@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,9 @@ def _evaluate(parsed: Namespace) -> int:
         print("Nothing was written: name a folder with --out.")
         return 0
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "evaluation.json"
+    numbered = (f"evaluation-{number}.json" for number in itertools.count(2))
+    names = itertools.chain(["evaluation.json"], numbered)
+    path = next(folder / name for name in names if not (folder / name).exists())
     write_json(path, {**results, "environment": environment()})
     show_paths([path])
     return 0
@@ -118,6 +121,6 @@ COMMANDS = {
         _evaluate,
         about="Measure the loss of any causal language model on the test split of a corpus (loss, "
         "perplexity, bits per byte, accuracy, loss by position), or run tasks of EleutherAI's "
-        "lm_eval. Writes evaluation.json.",
+        "lm_eval. Writes evaluation.json, or beside earlier ones evaluation-2.json and so on.",
     )
 }
