@@ -77,7 +77,7 @@ def draw_gaps(runs: Sequence[RunFolder], title: str, stem: Path) -> list[Path]:
                     axis.set_major_formatter("{x:g}")
                     axis.set_minor_formatter(NullFormatter())
             ax.set_xlabel("training tokens (millions, log scale)")
-        axes[0].set_ylabel("test loss minus softmax's, nats per token (log scale)")
+        axes[0].set_ylabel("test loss minus softmax's, nats (log scale)")
         axes[0].set_title("Measured, with a power law")
         axes[1].set_title("Extrapolated to the paper's tokens")
         if laws:
