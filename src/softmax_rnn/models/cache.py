@@ -32,8 +32,8 @@ class RecurrentCache(Cache):
     text, a key/value cache is smaller and faster (``cache_implementation="dynamic"``).
 
     Args:
-        static: update the states in place, for steps by ``torch.compile``: they are compiled once,
-            also with CUDA graphs. On a GPU, ``generate`` then compiles its steps by itself.
+        static: update the states in place, for steps by ``torch.compile``, which are then compiled
+            once. Where transformers compiles, as on a GPU, ``generate`` does so by itself.
 
     Example:
         >>> out = model.generate(ids, past_key_values=RecurrentCache(), max_new_tokens=100)

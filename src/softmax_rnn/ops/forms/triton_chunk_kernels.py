@@ -176,6 +176,16 @@ def _pairs(
 
 
 @triton.jit
+def _tile_of_queries(GROUPS, length, BLOCK: tl.constexpr):
+    """A program's head, its group, and the first and all positions of its tile of queries."""
+    tiles = tl.cdiv(length, BLOCK)
+    first = tl.program_id(0) % tiles * BLOCK
+    group = tl.program_id(0) // tiles % GROUPS
+    n = (tl.program_id(0) // (tiles * GROUPS)).to(tl.int64)
+    return n, group, first, first + tl.arange(0, BLOCK)
+
+
+@triton.jit
 def chunk_sums(
     q, k, v, running, fading, states, factors, blocks, sums,
     q_strides, k_strides, v_strides, sum_strides, GROUPS, SLOTS, length, before, skip, CHUNK,
@@ -186,12 +196,8 @@ def chunk_sums(
 ):  # fmt: skip
     """The sums of a tile of queries over the state and over the keys of their chunk."""
     SUM: tl.constexpr = q.dtype.element_ty
-    tiles = tl.cdiv(length, BLOCK)
-    first = tl.program_id(0) % tiles * BLOCK
-    group = tl.program_id(0) // tiles % GROUPS
-    n = (tl.program_id(0) // (tiles * GROUPS)).to(tl.int64)
+    n, group, first, queries = _tile_of_queries(GROUPS, length, BLOCK)
     chunk = first // CHUNK
-    queries = first + tl.arange(0, BLOCK)
     q = at_head(q, q_strides, n, group)
     states += (n * SLOTS + skip + chunk) * (CHANNELS + EXTRA) * ROWS
 
@@ -244,12 +250,8 @@ def chunk_query_grads(
     the state, and from the other keys of their chunk.
     """
     SUM: tl.constexpr = q.dtype.element_ty
-    tiles = tl.cdiv(length, BLOCK)
-    first = tl.program_id(0) % tiles * BLOCK
-    group = tl.program_id(0) // tiles % GROUPS
-    n = (tl.program_id(0) // (tiles * GROUPS)).to(tl.int64)
+    n, group, first, queries = _tile_of_queries(GROUPS, length, BLOCK)
     chunk = first // CHUNK
-    queries = first + tl.arange(0, BLOCK)
     q = at_head(q, q_strides, n, group)
     dsums = at_head(dsums, sum_strides, n, group)
     grad = load_rows(dsums, queries, sum_strides, length, CHANNELS, BLOCK_C)
