@@ -36,7 +36,8 @@ def normal(draw: torch.Generator, *shape: int, dtype: torch.dtype = torch.float6
 
 def general(patch: pytest.MonkeyPatch, *args: Any, **options: Any) -> Any:
     with patch.context() as inner:
-        inner.setattr(decoding, "applies", lambda *_: False)
+        for shortcut in ("over_keys", "after_state"):
+            inner.setattr(decoding, shortcut, lambda *_: None)
         return sr.attention(*args, **options)
 
 
@@ -186,8 +187,12 @@ def test_other_derivatives_are_errors_and_leave_nothing_behind() -> None:
             )
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(inputs[place], inputs[place])
+            given = *inputs[:place], dual, *inputs[place + 1 :]
             with pytest.raises(NotImplementedError):
-                out(*inputs[:place], dual, *inputs[place + 1 :])
+                out(*given)
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad), pytest.raises(NotImplementedError):
+                    sr.attention(*given, "softmax")
     torch.func.jvp(lambda x: x + out(*inputs), (inputs[0],), (inputs[0],))
     assert out(*inputs).isfinite().all()
 

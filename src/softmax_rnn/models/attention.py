@@ -54,7 +54,7 @@ class LlamaAttention(Attention):
         Raises:
             ValueError: for a mask or cache that this attention cannot use; see :meth:`_extend`.
         """
-        mask = _visible(attention_mask)
+        mask = None if attention_mask is None else _visible(attention_mask)
         cached = None
         if isinstance(past_key_values, RecurrentCache):
             cached = past_key_values.layer(self.layer_idx)
@@ -64,11 +64,10 @@ class LlamaAttention(Attention):
         )
         if past_key_values is not None and cached is None:
             projected = self._extend(projected, past_key_values)
-        options: dict[str, Any] = {
-            "causal": self._is_causal(mask, projected, past_key_values),
-            "mask": mask,
-        }
-        require_first_keys(self.spec, mask)
+        options: dict[str, Any] = {"mask": mask}
+        if mask is not None:
+            options["causal"] = self._is_causal(mask, projected, past_key_values)
+            require_first_keys(self.spec, mask)
         if cached is None:
             out = self.attend(hidden_states, projected, **options)
         else:
@@ -93,7 +92,7 @@ class LlamaAttention(Attention):
         log_decay = projected.log_decay
         if log_decay is None and projected.outside_k is None:
             k, v = cache.update(projected.k, projected.v, self.layer_idx)
-            return projected._replace(k=k, v=v)
+            return Projected(projected.q, k, v, *projected[3:])
         fixed = log_decay is None or log_decay.ndim == 1  # the same for every token
         parts = [projected.k, projected.outside_k, None if fixed else log_decay]
         found = [x.reshape(*projected.k.shape[:3], -1) for x in parts if x is not None]
@@ -105,14 +104,14 @@ class LlamaAttention(Attention):
         k, outside_k = found if len(found) == 2 else (found[0], None)
         return projected._replace(k=k, v=v, log_decay=log_decay, outside_k=outside_k)
 
-    def _is_causal(self, mask: Tensor | None, projected: Projected, cache: Cache | None) -> bool:
+    def _is_causal(self, mask: Tensor, projected: Projected, cache: Cache | None) -> bool:
         """Whether the operation has to hide later keys; a full mask hides them itself.
 
         Raises:
             ValueError: with a decay or window, if the queries are not the last keys.
         """
-        if mask is None or mask.shape[-2] == 1 or not self.spec.causal_only:
-            return mask is None or mask.shape[-2] == 1
+        if mask.shape[-2] == 1 or not self.spec.causal_only:
+            return mask.shape[-2] == 1
         keys = projected.k.shape[2]
         if cache is not None and int(cache.get_seq_length(self.layer_idx)) != keys:
             raise ValueError(
@@ -123,9 +122,9 @@ class LlamaAttention(Attention):
         return True
 
 
-def _visible(mask: Tensor | None) -> Tensor | None:
+def _visible(mask: Tensor) -> Tensor:
     """A boolean mask, True = visible, of a boolean or an additive one."""
-    if mask is None or (mask.dtype == torch.bool and mask.ndim == 4):
+    if mask.dtype == torch.bool and mask.ndim == 4:
         return mask
     if mask.ndim != 4 or not mask.is_floating_point():
         raise ValueError(

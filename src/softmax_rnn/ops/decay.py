@@ -27,10 +27,11 @@ def check_decay(log_decay: Tensor | None, spec: AttentionSpec, k: Tensor, causal
             "A decay or a window needs causal=True: it depends on the positions of queries, which "
             "are the last ones of the keys."
         )
+    if log_decay is None and spec.decay == "none":
+        return
     shapes = {"head": k.shape[1:2], "token": k.shape[:3], "channel": k.shape}
     check_extra("log_decay", log_decay, spec.decay != "none", tuple(shapes.get(spec.decay, ())), k)
-    if log_decay is None:
-        return
+    assert log_decay is not None
     if not log_decay.is_floating_point():
         raise ValueError(f"log_decay must be of a floating-point dtype, not {log_decay.dtype}.")
     if not no_data(log_decay) and (log_decay > 0).any():  # NaN passes, as in other inputs

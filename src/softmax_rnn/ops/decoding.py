@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softmax_rnn.ops.finite import Inputs, in_range
+from softmax_rnn.ops.finite import in_range
 from softmax_rnn.ops.forms import native_library, native_token
 from softmax_rnn.ops.forms.first_order import differentiated, transformed
 from softmax_rnn.ops.forms.row_sums import no_data
@@ -24,37 +24,16 @@ from softmax_rnn.ops.spec import AttentionSpec, Decay, FeatureMap, Series
 from softmax_rnn.ops.state import State, next_state
 
 
-def applies(
-    inputs: Inputs, form: str, mask: Tensor | None, log_decay: Tensor | None, state: State | None
-) -> bool:
-    """Whether these are inputs of :func:`over_keys` or :func:`after_state`."""
-    q, k, _ = inputs
-    return (
-        not no_data(q)
-        and not transformed()
-        and _plain(inputs, form, mask, log_decay, state)
-        and q.numel() * k.numel() > 0
-    )
-
-
-def _plain(
-    inputs: Inputs, form: str, mask: Tensor | None, log_decay: Tensor | None, state: State | None
-) -> bool:
-    """Whether this is one query on a CPU, without what would need the general way."""
-    q = inputs[0]
-    if q.shape[2] != 1 or form != "auto" or mask is not None or q.device.type != "cpu":
-        return False
-    given = (*inputs, log_decay, None if state is None else state.sums)
-    if any(x is not None and differentiated(x) for x in given):
-        return False
-    return not torch.is_autocast_enabled("cpu")
-
-
 def over_keys(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor | None:
     """Plain softmax of one query over all keys; ``None`` for another attention."""
-    if not spec.is_softmax or q.shape[3] != v.shape[3] or q.stride(3) * k.stride(3) != 1:
+    if not spec.is_softmax or no_data(q) or transformed() or torch.is_autocast_enabled("cpu"):
         return None
-    scale, grouped = spec.score_scale(q.shape[3]), q.shape[1] != k.shape[1]
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return None
+    width, heads = q.shape[3], q.shape[1]
+    if width != v.shape[3] or q.stride(3) * k.stride(3) != 1 or not q.numel() * k.numel():
+        return None
+    scale, grouped = spec.score_scale(width), heads != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
 
 
@@ -62,10 +41,21 @@ def after_state(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, state: State, log_decay: Tensor | None
 ) -> tuple[Tensor, State] | None:
     """The output for a token and the state after it; ``None`` if it takes the general way."""
+    if no_data(q) or transformed() or not _no_derivative(q, k, v, log_decay, state.sums):
+        return None
+    if not q.numel():
+        return None
     token = native_token.step(q, k, v, spec, state.sums, log_decay)
     if token is None or not in_range(spec, token.largest_key, token.largest_value, 1, q.dtype):
         return None
     return token.out, next_state(spec, state, token.sums, None, None, None, 1)
+
+
+def _no_derivative(*given: Tensor | None) -> bool:
+    """Whether no tensor needs a derivative, and autocast is off."""
+    if any(x is not None and differentiated(x) for x in given):
+        return False
+    return not torch.is_autocast_enabled("cpu")
 
 
 class Weights(NamedTuple):
@@ -93,12 +83,7 @@ class Weights(NamedTuple):
 
 
 def in_compiled_graph(
-    spec: AttentionSpec,
-    inputs: Inputs,
-    form: str,
-    mask: Tensor | None,
-    log_decay: Tensor | None,
-    state: State | None,
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, state: State, log_decay: Tensor | None
 ) -> bool:
     """Whether a compiled graph calls an operator for this token after a state.
 
@@ -106,7 +91,7 @@ def in_compiled_graph(
     """
     return (
         torch.compiler.is_compiling()
-        and _plain(inputs, form, mask, log_decay, state)
-        and native_token.covers(spec, inputs[0].dtype)
+        and _no_derivative(q, k, v, log_decay, state.sums)
+        and native_token.covers(spec, q.dtype)
         and native_library.possible()
     )

@@ -112,14 +112,18 @@ class Attention(AttentionCore):
             x, inputs = self.short_convolution(x, shown, earlier)
             x = ACTIVATIONS[self.options.convolution_activation](x)
             flat = list(x.split([part.shape[-1] for part in flat], -1))
-        widths = self.qk_dim, self.qk_dim, self.head_dim
-        q, k, v = (
-            x.reshape(*x.shape[:2], -1, width).transpose(1, 2)
-            for x, width in zip(flat, widths, strict=True)
-        )
-        if position_embeddings is not None and self.options.rotary:
-            # Autocast leaves the rotation in float32.
-            q, k = (rotate(x, *position_embeddings).to(v.dtype) for x in (q, k))
+        q, k, v = flat
+        v = _by_head(v, self.head_dim)
+        rotary = position_embeddings if self.options.rotary else None
+        if rotary is not None and tokens == 1:  # in decoding, a call takes longer than its work
+            both = rotate(_by_head(torch.cat((q, k), -1), self.qk_dim), *rotary)
+            q, k = both.split((q.shape[2] // self.qk_dim, k.shape[2] // self.qk_dim), 1)
+        else:
+            q, k = _by_head(q, self.qk_dim), _by_head(k, self.qk_dim)
+            if rotary is not None:
+                q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if q.dtype != v.dtype:  # autocast leaves the rotation in float32
+            q, k = q.to(v.dtype), k.to(v.dtype)
         if positions is None and self.feature_map is not None:
             positions = torch.arange(tokens, device=q.device).unsqueeze(0)
             positions = positions + (0 if state is None else state.tokens)
@@ -174,6 +178,14 @@ def _shown(mask: Tensor | None) -> Tensor | None:
             f"[B, 1, 1, T], not {list(mask.shape)}."
         )
     return mask[:, 0, 0]
+
+
+def _by_head(x: Tensor, width: int) -> Tensor:
+    """[B, T, H * width] as [B, H, T, width]."""
+    batch, tokens, _ = x.shape
+    if tokens == 1:
+        return x.view(batch, -1, 1, width)
+    return x.view(batch, tokens, -1, width).transpose(1, 2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

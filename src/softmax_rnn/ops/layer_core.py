@@ -181,6 +181,8 @@ class AttentionCore(LayerPart):
     def map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> Mapped:
         """Feature map and temperature of queries and keys at ``positions`` [B or 1, T]."""
         outside_q = outside_k = None
+        if self.plain and self.feature_map is None:
+            return Mapped(q, k, None, None)
         if self.feature_map is not None:
             assert positions is not None
             mapped = self.feature_map(q, k, positions)
@@ -263,7 +265,7 @@ class AttentionCore(LayerPart):
     def join(self, out: Tensor) -> Tensor:
         """The heads' outputs [B, H, T, D] side by side, [B, T, H * D], after the merged norm."""
         out = out.transpose(1, 2).flatten(2)
-        if self.merged_norm_weight is not None:
+        if not self.plain and self.merged_norm_weight is not None:
             out = normalized(out, None, "rms", self.merged_norm_weight, None)
         return out
 

@@ -26,7 +26,7 @@ from softmax_rnn.ops.norms import normalized
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import KeptKeys, State, check_state, next_state
 from softmax_rnn.ops.validation import (
-    check_extra,
+    check_extras,
     check_outside,
     check_per_key,
     check_tensors,
@@ -162,19 +162,18 @@ def attention(
     spec = resolve(spec)
     check_tensors(q, k, v, causal)
     mask = checked_mask(mask, q, k)
-    batch, heads, queries, _ = q.shape
-    kv_heads, keys, width = v.shape[1:]
-    check_extra("input_gate", input_gate, spec.input_gate, (batch, kv_heads, keys), q)
-    gate_shape: tuple[int, ...] = (batch, heads, queries)
-    if isinstance(output_gate, Tensor) and output_gate.ndim == 4:  # per channel
-        gate_shape += (width,)
-    check_extra("output_gate", output_gate, spec.output_gate != "none", gate_shape, q)
-    check_extra("length_power", length_power, spec.denominator == "learned_length", (heads,), q)
-    check_extra("norm_weight", norm_weight, spec.norm in ("rms", "layer"), (width,), q, False)
-    check_extra("norm_bias", norm_bias, spec.norm == "layer", (width,), q, False)
-    check_extra("coefficients", coefficients, spec.learned_coefficients, (heads, _terms(spec)), q)
-    check_extra("sink", sink, spec.denominator == "sum_plus_sink", (heads,), q)
-    check_extra("outside_scale", outside_scale, spec.outside == "series", (heads,), q, False)
+    queries, keys = q.shape[2], k.shape[2]
+    extra = {
+        "input_gate": input_gate,
+        "output_gate": output_gate,
+        "length_power": length_power,
+        "coefficients": coefficients,
+        "sink": sink,
+        "outside_scale": outside_scale,
+        "norm_weight": norm_weight,
+        "norm_bias": norm_bias,
+    }
+    check_extras(extra, spec, q, v)
     if outside_q is not None or outside_k is not None:
         check_outside(outside_q, outside_k, q, k, spec)
     check_decay(log_decay, spec, k, causal)
@@ -182,23 +181,20 @@ def attention(
         check_state(state, spec, k, v, outside_k)
     if state is not None or return_state:
         check_per_key(mask)
-    given = (q, k, v), form, mask, log_decay, state
-    if queries == 1 and output_gate is None and decoding.applies(*given):
+    if queries == 1 and form == "auto" and mask is None and q.device.type == "cpu":
         if state is None and not return_state:
             alone = decoding.over_keys(q, k, v, spec)
             if alone is not None:
                 return alone
-        elif state is not None and return_state and keys == 1:
+        elif state is not None and return_state and keys == 1 and output_gate is None:
             after = decoding.after_state(q, k, v, spec, state, log_decay)
             if after is not None:
                 return after
-    after_some = state is not None and return_state and queries == keys == 1
-    if after_some and decoding.in_compiled_graph(spec, *given):
-        assert state is not None
-        tokens, weights = state.tokens, decoding.Weights.of(spec, q.shape[3])
-        tokens = tokens if isinstance(tokens, Tensor) else torch.full((), tokens)
-        out, new_sums = _token(q, k, v, state.sums, log_decay, tokens, *weights)
-        return out, next_state(spec, state, new_sums, None, None, None, 1)
+            if decoding.in_compiled_graph(q, k, v, spec, state, log_decay):
+                tokens, weights = state.tokens, decoding.Weights.of(spec, q.shape[3])
+                tokens = tokens if isinstance(tokens, Tensor) else torch.full((), tokens)
+                out, new_sums = _token(q, k, v, state.sums, log_decay, tokens, *weights)
+                return out, next_state(spec, state, new_sums, None, None, None, 1)
 
     input_dtype, dtype, inputs = q.dtype, compute_dtype(q.dtype), (q, k, v)
     with no_autocast(q.device.type):
@@ -321,11 +317,6 @@ def _sums_of_part(form: str, spec: AttentionSpec, q: Tensor, *args: Any, **optio
     if form in FORMS and spec.window is not None and form not in forms(spec, q.device):
         form = "auto"
     return _sums(form, spec, q, *args, **options)
-
-
-def _terms(spec: AttentionSpec) -> int:
-    """Number of coefficients of a finite series."""
-    return 1 + (spec.order or 0)
 
 
 def _scaled_for_powers(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -10,38 +12,38 @@ from softmax_rnn.ops.spec import AttentionSpec
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     """Check shapes, dtypes and devices of queries, keys and values."""
+    shapes = []  # asking a tensor for its shape takes time, which matters in decoding
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, not {type(x).__name__}.")
-        if x.ndim != 4:
-            raise ValueError(f"{name} must be [batch, heads, length, width], not {list(x.shape)}.")
-        if not x.is_floating_point():
-            raise ValueError(f"{name} must be of a floating-point dtype, not {x.dtype}.")
-        if x.dtype != q.dtype or x.device != q.device:
+        shape, dtype = x.shape, x.dtype
+        if len(shape) != 4:
+            raise ValueError(f"{name} must be [batch, heads, length, width], not {list(shape)}.")
+        if not dtype.is_floating_point:
+            raise ValueError(f"{name} must be of a floating-point dtype, not {dtype}.")
+        if dtype != q.dtype or x.device != q.device:
             raise ValueError(
                 f"q, k and v must share dtype and device; q has {q.dtype} on {q.device}, "
-                f"{name} has {x.dtype} on {x.device}."
+                f"{name} has {dtype} on {x.device}."
             )
-        if 0 in (x.shape[1], x.shape[3]):
-            raise ValueError(
-                f"{name} must have at least one head and width 1, not {list(x.shape)}."
-            )
-        if x.shape[0] != q.shape[0]:
-            raise ValueError(f"{name} has batch {x.shape[0]}, q has {q.shape[0]}.")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q has width {q.shape[3]}, k has {k.shape[3]}: they must be equal.")
-    if k.shape[1:3] != v.shape[1:3]:
+        if not (shape[1] and shape[3]):
+            raise ValueError(f"{name} must have at least one head and width 1, not {list(shape)}.")
+        shapes.append(shape)
+        if shape[0] != shapes[0][0]:
+            raise ValueError(f"{name} has batch {shape[0]}, q has {shapes[0][0]}.")
+    (_, heads, queries, width), (_, kv_heads, keys, key_width), of_values = shapes
+    if width != key_width:
+        raise ValueError(f"q has width {width}, k has {key_width}: they must be equal.")
+    if kv_heads != of_values[1] or keys != of_values[2]:
         raise ValueError(
             f"k and v must share heads and length; k is {list(k.shape)}, v is {list(v.shape)}."
         )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+    if heads % kv_heads:
+        raise ValueError(f"The {kv_heads} key/value heads must divide the {heads} query heads.")
+    if causal and queries > keys:
         raise ValueError(
-            f"The {k.shape[1]} key/value heads must divide the {q.shape[1]} query heads."
-        )
-    if causal and q.shape[2] > k.shape[2]:
-        raise ValueError(
-            f"causal=True aligns the queries to the last keys, but there are {q.shape[2]} queries "
-            f"and only {k.shape[2]} keys; use causal=False with a mask."
+            f"causal=True aligns the queries to the last keys, but there are {queries} queries "
+            f"and only {keys} keys; use causal=False with a mask."
         )
 
 
@@ -71,6 +73,34 @@ def checked_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     ):
         raise ValueError(f"mask {list(mask.shape)} cannot be broadcast to [B, H, T, S] = {full}.")
     return mask[(None,) * (4 - mask.ndim)]
+
+
+def check_extras(
+    extras: Mapping[str, Tensor | None], spec: AttentionSpec, q: Tensor, v: Tensor
+) -> None:
+    """Check the tensors for all heads or tokens that only some specs take."""
+    if not spec.needs_tensors and all(x is None for x in extras.values()):
+        return
+    batch, heads, queries, _ = q.shape
+    kv_heads, keys, width = v.shape[1:]
+    gate, gate_shape = extras["output_gate"], (batch, heads, queries)
+    per_channel = isinstance(gate, Tensor) and gate.ndim == 4
+    used: dict[str, tuple[bool, tuple[int, ...], bool]] = {  # and its shape; whether required
+        "input_gate": (spec.input_gate, (batch, kv_heads, keys), True),
+        "output_gate": (
+            spec.output_gate != "none",
+            (*gate_shape, width) if per_channel else gate_shape,
+            True,
+        ),
+        "length_power": (spec.denominator == "learned_length", (heads,), True),
+        "coefficients": (spec.learned_coefficients, (heads, 1 + (spec.order or 0)), True),
+        "sink": (spec.denominator == "sum_plus_sink", (heads,), True),
+        "outside_scale": (spec.outside == "series", (heads,), False),
+        "norm_weight": (spec.norm in ("rms", "layer"), (width,), False),
+        "norm_bias": (spec.norm == "layer", (width,), False),
+    }
+    for name, (taken, shape, required) in used.items():
+        check_extra(name, extras[name], taken, shape, q, required)
 
 
 def check_extra(
