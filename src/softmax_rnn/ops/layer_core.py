@@ -142,6 +142,7 @@ class AttentionCore(LayerPart):
         own = self._own_parameters(num_heads)
         # Without any of these, a decoded token takes a few microseconds less.
         self.plain = not gated and not any(used for used, _, _ in own.values())
+        self.bare = self.plain and not (mapped or self.decay or own_gate)
         for name, (used, shape, _) in own.items():
             parameter = nn.Parameter(torch.empty(shape)) if used else None
             self.register_parameter(name, parameter)
@@ -181,8 +182,6 @@ class AttentionCore(LayerPart):
     def map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> Mapped:
         """Feature map and temperature of queries and keys at ``positions`` [B or 1, T]."""
         outside_q = outside_k = None
-        if self.plain and self.feature_map is None:
-            return Mapped(q, k, None, None)
         if self.feature_map is not None:
             assert positions is not None
             mapped = self.feature_map(q, k, positions)

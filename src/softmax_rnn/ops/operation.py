@@ -159,7 +159,8 @@ def attention(
         >>> state.tokens
         256
     """
-    spec = resolve(spec)
+    if not isinstance(spec, AttentionSpec):
+        spec = resolve(spec)
     check_tensors(q, k, v, causal)
     mask = checked_mask(mask, q, k)
     queries, keys = q.shape[2], k.shape[2]

@@ -250,7 +250,7 @@ class AttentionSpec:
         """Whether each head has its own coefficients, an argument of the operation."""
         return self.series == "polynomial" and self.coefficients is None
 
-    @property
+    @functools.cached_property  # likewise
     def needs_tensors(self) -> bool:
         """Whether the operation needs more than queries, keys, values and a decay."""
         gated = self.input_gate or self.output_gate != "none"
