@@ -168,6 +168,14 @@ def test_gradients_take_the_general_way() -> None:
     assert torch.autograd.grad(out.sum(), decay)[0].abs().sum() > 0
 
 
+def test_one_query_of_a_new_spec_is_one_graph() -> None:
+    draw, spec = torch.Generator().manual_seed(0), sr.AttentionSpec(scale=0.37)
+    q, k, v = (normal(draw, 1, 2, length, 4) for length in (1, 9, 9))
+    torch.compiler.reset()
+    compiled = torch.compile(sr.attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v, spec), sr.attention(q, k, v, spec))
+
+
 @needs_library
 def test_other_derivatives_are_errors_and_leave_nothing_behind() -> None:
     draw, spec = torch.Generator().manual_seed(0), sr.AttentionSpec(series="taylor", order=2)

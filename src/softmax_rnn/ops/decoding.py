@@ -26,7 +26,7 @@ from softmax_rnn.ops.state import State, next_state
 
 def over_keys(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor | None:
     """Plain softmax of one query over all keys; ``None`` for another attention."""
-    if not spec.is_softmax or no_data(q) or transformed() or torch.is_autocast_enabled("cpu"):
+    if no_data(q) or not spec.is_softmax or transformed() or torch.is_autocast_enabled("cpu"):
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None

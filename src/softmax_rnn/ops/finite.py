@@ -41,7 +41,11 @@ def check_sums(
     """
     if no_data(sums.numerator):
         return
-    finite, stateful = _finite(sums.numerator) and _finite(sums.weight_sum), sums.state is not None
+    stateful = sums.state is not None
+    if sums.finite is None:
+        finite = _finite(sums.numerator) and _finite(sums.weight_sum)
+    else:
+        finite = bool(sums.finite)
     if finite and not stateful:
         return
     q, k, v = (x.detach() for x in inputs)
@@ -142,4 +146,4 @@ def _finite(x: Tensor | None) -> bool:
         return True
     x = x.detach()
     # One pass; every number is checked only if the sum itself is not finite.
-    return bool(x.sum().isfinite()) or bool(x.isfinite().all())
+    return math.isfinite(x.sum().item()) or bool(x.isfinite().all())

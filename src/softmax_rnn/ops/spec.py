@@ -212,7 +212,7 @@ class AttentionSpec:
         elif self.order > MAX_ORDER:
             raise ValueError(f"order must be at most {MAX_ORDER}, not {self.order!r}.")
 
-    @functools.cached_property  # asked of every decoded token
+    @functools.cached_property  # asked of every decoded token; not in a compiled graph
     def is_softmax(self) -> bool:
         """Whether it is softmax alone, with any positive scale."""
         return self == AttentionSpec(scale=self.scale) and self.score_scale(1) > 0
@@ -250,7 +250,7 @@ class AttentionSpec:
         """Whether each head has its own coefficients, an argument of the operation."""
         return self.series == "polynomial" and self.coefficients is None
 
-    @functools.cached_property  # likewise
+    @property
     def needs_tensors(self) -> bool:
         """Whether the operation needs more than queries, keys, values and a decay."""
         gated = self.input_gate or self.output_gate != "none"

@@ -298,4 +298,4 @@ def test_the_sources_are_part_of_the_package() -> None:
     package = Path(sr.__file__).parent
     files = {path for pattern in patterns for path in package.glob(pattern)}
     assert len(native_library.SOURCES) == 4
-    assert files >= {native_library.HEADER, *native_library.SOURCES}
+    assert files >= {*native_library.HEADERS, *native_library.SOURCES}

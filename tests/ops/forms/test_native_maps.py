@@ -24,7 +24,7 @@ def numbers(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("layout", ["heads first", "tokens first", "strided"])
+@pytest.mark.parametrize("layout", ["heads first", "tokens first", "strided", "part", "expanded"])
 @pytest.mark.parametrize("shape", [(2, 3, 256, 5), (1, 1, 5001, 7), (1, 2, 40_000, 1)])
 def test_values_and_gradients(
     dtype: torch.dtype, layout: str, shape: tuple[int, int, int, int]
@@ -35,7 +35,11 @@ def test_values_and_gradients(
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
     elif layout == "strided":
         x = torch.stack([x, x], -1)[..., 0]
-    assert native_maps.suits(x) == (layout != "strided")
+    elif layout == "part":
+        x = torch.cat([x, x], -1)[..., : shape[-1]]
+    elif layout == "expanded":
+        x = x[:, :1].expand(shape)
+    assert native_maps.suits(x) == (layout != "strided" or shape[-1] == 1)
     expected = torch.where(x > 0, x.double() + 1, x.double().exp())
     tolerance = 1e-14 if dtype == torch.float64 else 4e-7
     mapped = elu1(x)
@@ -43,10 +47,10 @@ def test_values_and_gradients(
     torch.testing.assert_close(mapped.double(), expected, rtol=tolerance, atol=1e-37)
     grad = numbers(dtype, *shape).flip(2)
     slope = expected.clamp(max=1) * grad.double()
-    found = elu1_gradient(
-        mapped, grad if layout != "tokens first" else torch.empty_like(x).copy_(grad)
-    )
-    torch.testing.assert_close(found.double(), slope, rtol=2 * tolerance, atol=1e-37)
+    for given in (grad, torch.empty_like(x).copy_(grad)):  # from another layout, and from this one
+        for of in (mapped, torch.empty_like(x).copy_(mapped)):
+            found = elu1_gradient(of, given)
+            torch.testing.assert_close(found.double(), slope, rtol=2 * tolerance, atol=1e-37)
 
 
 def test_nan_stays_nan() -> None:

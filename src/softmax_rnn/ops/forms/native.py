@@ -15,7 +15,7 @@ from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
 from softmax_rnn.ops.decay import log_decay_grad
-from softmax_rnn.ops.feature_maps import FEATURE_MAPS, elu1, elu1_gradient
+from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms import fused, native_library
 from softmax_rnn.ops.forms.blocks import Blocks, block_length
 from softmax_rnn.ops.forms.first_order import first_order
@@ -77,20 +77,22 @@ def native(
     with the same number of threads.
     """
     q, k, v = (x.to(compute_dtype(x.dtype)) for x in (q, k, v))
-    if spec.feature_map != "elu1":  # which the function below applies, with less overhead
+    if spec.feature_map != "elu1":  # which the kernels apply
         q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
     # The powers of `scale_free` specs are scaled by row, which a quotient would not show.
     quotient = spec.row_sum == RowSum() and spec.sign_definite and not spec.scale_free
-    numerator, weight_sum, log_scale = _NativeSums.apply(
+    numerator, weight_sum, log_scale, finite = _NativeSums.apply(
         *first_order(q, k, v, log_decay), mask, spec, causal, quotient
     )
+    if spec.order is None:  # the kernels check finite series
+        finite = None
     if quotient:
-        return RowSums(numerator)
-    return RowSums(numerator, weight_sum, log_scale if spec.shifted else None)
+        return RowSums(numerator, finite=finite)
+    return RowSums(numerator, weight_sum, log_scale if spec.shifted else None, finite=finite)
 
 
 class _NativeSums(torch.autograd.Function):
-    """(q, k, v, log decay) -> (numerator, weight sum, row maximum).
+    """(q, k, v, log decay) -> (numerator, weight sum, row maximum, whether all are finite).
 
     The maximum has no gradient. With ``quotient`` the numerator is divided by the weight sum, which
     then has no gradient.
@@ -107,10 +109,8 @@ class _NativeSums(torch.autograd.Function):
         spec: AttentionSpec,
         causal: bool,
         quotient: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if spec.feature_map == "elu1":
-            q, k = elu1(q), elu1(k)
-        ctx.maps = spec.feature_map == "elu1"
+    ) -> tuple[Tensor, ...]:
+        maps = spec.feature_map == "elu1"
         total = first = None
         if log_decay is not None:
             blocks = Blocks(q, k, v, log_decay, None, None, spec, causal, _BLOCK)
@@ -125,32 +125,32 @@ class _NativeSums(torch.autograd.Function):
             math.inf if spec.clamp is None else spec.clamp,
             spec.shifted,
             quotient,
+            maps,
             causal,
             spec.hiding_window or 0,
             block_length(spec, _BLOCK),
         )
-        sums = torch.ops.softmax_rnn.native_sums(*inputs, *ctx.options)
-        ctx.save_for_backward(*inputs, sums[2], *(sums[:2] if quotient else (None, None)))
+        *sums, mapped_q, mapped_k = torch.ops.softmax_rnn.native_sums(*inputs, *ctx.options)
+        saved = (mapped_q, mapped_k, *inputs[2:]) if maps else inputs
+        ctx.save_for_backward(*saved, sums[2], *(sums[:2] if quotient else (None, None)))
         ctx.mark_non_differentiable(*sums[1 if quotient else 2 :])
         ctx.set_materialize_grads(False)
-        return sums
+        return tuple(sums)
 
     @staticmethod
     @once_differentiable
     @without_autocast
     def backward(
-        ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: None
+        ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
         *inputs, maximum, numerator, weight_sum = ctx.saved_tensors
-        q, k, v, _, total, _ = inputs
+        q, _, v, _, total, _ = inputs
         if grad is None:
             grad = q.new_zeros(*q.shape[:-1], v.shape[-1])
         gradients = torch.ops.softmax_rnn.native_gradients(
             *inputs, *ctx.options, maximum, numerator, weight_sum, grad, grad_sum
         )
         dq, dk, dv, by_query, by_key = gradients
-        if ctx.maps:
-            dq, dk = elu1_gradient(q, dq), elu1_gradient(k, dk)
         dlog_decay = None if total is None else log_decay_grad(by_query, by_key)
         return dq, dk, dv, dlog_decay, None, None, None, None
 
@@ -168,12 +168,13 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "grad", "grad_sum", "mask")),
         *((name, ctypes.c_void_p) for name in ("total", "first", "coefficients", "numerator")),
         *((name, ctypes.c_void_p) for name in ("weight_sum", "maximum", "dq", "dk", "dv")),
+        *((name, ctypes.c_void_p) for name in ("mapped_q", "mapped_k", "finite")),
         *((name, ctypes.c_void_p) for name in ("by_query", "by_key")),
         *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("q", "k", "v", "grad")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "queries", "keys")),
         *((name, ctypes.c_int64) for name in ("width", "value_width", "block", "window")),
-        *((name, ctypes.c_int64) for name in ("causal", "shifted", "quotient", "terms", "parts")),
-        ("threads", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("causal", "shifted", "quotient", "maps", "terms")),
+        *((name, ctypes.c_int64) for name in ("parts", "threads")),
         *((name, ctypes.c_double) for name in ("scale", "clamp")),
     )
 
@@ -192,6 +193,7 @@ class _Inputs(NamedTuple):
     clamp: float
     shifted: bool
     quotient: bool
+    maps: bool
     causal: bool
     window: int
     block: int
@@ -243,17 +245,22 @@ def _parts(q: Tensor, k: Tensor, block: int) -> int:
     return min(threads // math.gcd(heads, threads), -(-q.shape[2] // block))
 
 
-def _sums_of(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _sums_of(*given: Any) -> tuple[Tensor, ...]:
+    """The results of the operator, without data; mapped queries and keys only if it maps."""
+    q, k, v, maps = *given[:3], _Inputs(*given).maps
     weight_sum = q.new_empty(q.shape[:3])
-    return q.new_empty(*q.shape[:3], v.shape[3]), weight_sum, torch.empty_like(weight_sum)
+    sums = q.new_empty(*q.shape[:3], v.shape[3]), weight_sum, torch.empty_like(weight_sum)
+    mapped = (x.new_empty(x.shape if maps else 0) for x in (q, k))
+    return *sums, q.new_empty(()), *mapped
 
 
-def _sums(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = _Inputs(*given)
-    numerator, weight_sum, maximum = _sums_of(inputs.q, inputs.v)
-    outputs = {"numerator": numerator, "weight_sum": weight_sum, "maximum": maximum}
-    _run("sums", inputs, {**outputs}, None, 1)
-    return numerator, weight_sum, maximum
+_RESULTS = ("numerator", "weight_sum", "maximum", "finite", "mapped_q", "mapped_k")
+
+
+def _sums(*given: Any) -> tuple[Tensor, ...]:
+    results = _sums_of(*given)
+    _run("sums", _Inputs(*given), dict(zip(_RESULTS, results, strict=True)), None, 1)
+    return results
 
 
 def _gradients_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -277,15 +284,15 @@ def _gradients(*given: Any) -> tuple[Tensor, ...]:
 
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? total, Tensor? first"
-_OPTIONS = "float[] coefficients, float scale, float clamp, bool shifted, bool quotient"
+_OPTIONS = "float[] coefficients, float scale, float clamp, bool shifted, bool quotient, bool maps"
 _INPUTS = f"{_TENSORS}, {_OPTIONS}, bool causal, int window, int block"
 _SAVED = "Tensor maximum, Tensor? numerator, Tensor? weight_sum"
 # Operators, so that torch.compile keeps one graph; of plain functions, since the decorator for
 # custom operators imports the compiler.
 _operators = library.Library("softmax_rnn", "FRAGMENT")
-_operators.define(f"native_sums({_INPUTS}) -> (Tensor, Tensor, Tensor)")
+_operators.define(f"native_sums({_INPUTS}) -> ({', '.join(['Tensor'] * len(_RESULTS))})")
 _operators.impl("native_sums", _sums, "CPU")
-_operators.impl("native_sums", lambda q, k, v, *_: _sums_of(q, v), "Meta")
+_operators.impl("native_sums", _sums_of, "Meta")
 _operators.define(
     f"native_gradients({_INPUTS}, {_SAVED}, Tensor grad, Tensor? grad_sum)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"

@@ -32,7 +32,7 @@ from softmax_rnn.ops.compiler import constant_when_compiled
 LEAST_TOKENS = 256
 VARIABLE = "SOFTMAX_RNN_CPU_KERNEL"
 SOURCES = sorted(Path(__file__).parent.glob("native*.cpp"))
-HEADER = Path(__file__).with_name("native.h")
+HEADERS = sorted(Path(__file__).parent.glob("native*.h"))
 _FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
 _SECONDS = 300  # to compile; an idle core needs 2
 
@@ -135,7 +135,7 @@ def _opened(path: Path) -> ctypes.CDLL:
 def _key(compiler: str) -> str:
     """Everything that the library depends on, as a hash: machines may share a cache."""
     options = [compiler, *_FLAGS, "-Q", "--help=target"]  # what -march=native means here
-    parts = [path.read_text() for path in (HEADER, *SOURCES)]
+    parts = [path.read_text() for path in (*HEADERS, *SOURCES)]
     parts += [_output(options), _output([compiler, "--version"])]
     parts += [platform.machine(), torch.__version__, *_FLAGS]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -1,54 +1,28 @@
-// The feature map elu(x) + 1 and its gradient, in one pass each.
+// The feature map elu(x) + 1 and its gradient, in one pass each. native_maps.py fills in `Call`.
 
-#include "native.h"
+#include "native_maps.h"
 
 namespace {
-
-constexpr int64_t PART = 1 << 14;  // numbers of a task
 
 template <class T> struct Call {
   const T *x, *grad;
   T* out;
-  int64_t size, threads;
+  Rows shape;  // of x; the gradient and the result are contiguous
+  int64_t threads;
 };
 
-// `change` makes a vector of results from the place of a vector; the last ones go through a buffer.
-template <class T, class F> void each(const Call<T>& c, F&& change) {
-  constexpr int64_t N = Lanes<T>::N;
-#pragma omp parallel for num_threads(c.threads) if (c.size > PART)
-  for (int64_t start = 0; start < c.size; start += PART) {
-    const int64_t end = std::min(c.size, start + PART), whole = start + (end - start) / N * N;
-    for (int64_t i = start; i < whole; i += N) {
-      const Vec<T> result = change(c.x + i, c.grad ? c.grad + i : nullptr);
-      std::memcpy(c.out + i, &result, sizeof(result));
-    }
-    if (whole == end) continue;
-    T x[N] = {}, grad[N] = {};
-    std::copy(c.x + whole, c.x + end, x);
-    if (c.grad) std::copy(c.grad + whole, c.grad + end, grad);
-    const Vec<T> result = change(x, grad);
-    std::memcpy(c.out + whole, &result, (end - whole) * sizeof(T));
-  }
+template <class T, class F> void in_parallel(const Call<T>& c, const F& change) {
+#pragma omp parallel num_threads(c.threads) if (c.shape.tasks() > 1)
+  each(c.shape, c.x, change);
 }
 
-template <class T> Vec<T> load(const T* x) {
-  Vec<T> loaded;
-  std::memcpy(&loaded, x, sizeof(loaded));
-  return loaded;
-}
-
-// x + 1 above zero, else exp(x). Results below the smallest normal number are 0.
 template <class T> void forward(const Call<T>& c) {
-  each<T>(c, [](const T* from, const T*) {
-    const Vec<T> x = load(from), below = at_most(x, T(0));
-    return x > 0 ? x + 1 : exponential<T>(below, Lanes<T>::LOWEST);
-  });
+  in_parallel(c, [&](const T* x, int64_t at, int64_t size) { elu1(x, c.out + at, size); });
 }
 
-// Of the mapped x: the slope is the smaller one of it and 1.
 template <class T> void backward(const Call<T>& c) {
-  each<T>(c, [](const T* mapped, const T* grad) {
-    return load(grad) * at_most(load(mapped), T(1));
+  in_parallel(c, [&](const T* mapped, int64_t at, int64_t size) {
+    elu1_gradient(mapped, c.grad + at, c.out + at, size);
   });
 }
 

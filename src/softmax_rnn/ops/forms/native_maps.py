@@ -17,12 +17,14 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "grad", "out")),
-        *((name, ctypes.c_int64) for name in ("size", "threads")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "rows", "width")),
+        ("strides", ctypes.c_int64 * 3),
+        ("threads", ctypes.c_int64),
     )
 
 
 def suits(*given: Tensor) -> bool:
-    """Whether these tensors [B, H, T, D] are long enough, of one layout, and not differentiated."""
+    """Whether these tensors [B, H, T, D] are long enough, in rows, and not differentiated."""
     x = given[0]
     return (
         x.device.type == "cpu"
@@ -31,27 +33,25 @@ def suits(*given: Tensor) -> bool:
         and x.dtype in (torch.float32, torch.float64)
         and x.ndim == 4
         and x.shape[2] >= native_library.LEAST_TOKENS
-        and any(all(each.is_contiguous() for each in given) for given in _layouts(given))
+        and x.numel() > 0
+        and (x.stride(3) == 1 or x.shape[3] == 1)
         and native_library.ready()
     )
 
 
-def _layouts(given: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], ...]:
-    """With heads before tokens, and after them."""
-    return given, tuple(x.transpose(1, 2) for x in given)
-
-
 def elu1(x: Tensor) -> Tensor:
-    """``elu(x) + 1``, in the layout of ``x``."""
-    return _run("elu1", x=x)
+    """``elu(x) + 1``, contiguous."""
+    return _run("elu1", x)
 
 
 def elu1_gradient(mapped: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of x, from the mapped x and its gradient."""
-    return _run("elu1_gradient", x=mapped, grad=grad)
+    """The gradient of x, from the mapped x and its gradient; contiguous."""
+    return _run("elu1_gradient", mapped, grad=grad.contiguous())
 
 
-def _run(name: str, **given: Tensor) -> Tensor:
-    out = torch.empty_like(given["x"])
-    native_library.run(name, _Call, given | {"out": out}, size=out.numel())
+def _run(name: str, x: Tensor, **given: Tensor) -> Tensor:
+    x = x.resolve_neg()  # a copy may have other strides
+    out = x.new_empty(x.shape)
+    sizes = dict(zip(("batch", "heads", "rows", "width"), x.shape, strict=True))
+    native_library.run(name, _Call, {"x": x, **given, "out": out}, strides=x.stride()[:3], **sizes)
     return out

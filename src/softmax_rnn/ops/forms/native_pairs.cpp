@@ -5,7 +5,7 @@
 // of a call write to different memory, so results do not depend on which thread runs which.
 // native.py fills in `Call` and describes its fields.
 
-#include "native.h"
+#include "native_maps.h"
 
 namespace {
 
@@ -18,12 +18,28 @@ template <class T> struct Call {
   const double* total;
   const int64_t* first;
   const double* coefficients;
-  T *numerator, *weight_sum, *maximum, *dq, *dk, *dv;
+  T *numerator, *weight_sum, *maximum, *dq, *dk, *dv, *mapped_q, *mapped_k, *finite;
   double *by_query, *by_key;
   int64_t q_strides[3], k_strides[3], v_strides[3], grad_strides[3];
   int64_t batch, heads, kv_heads, queries, keys, width, value_width;
-  int64_t block, window, causal, shifted, quotient, terms, parts, threads;
+  int64_t block, window, causal, shifted, quotient, maps, terms, parts, threads;
   double scale, clamp;
+
+  Rows of_queries() const {
+    return {batch, heads, queries, width, {q_strides[0], q_strides[1], q_strides[2]}};
+  }
+  Rows of_keys() const {
+    return {batch, kv_heads, keys, width, {k_strides[0], k_strides[1], k_strides[2]}};
+  }
+  Call mapped() const {  // with the mapped queries and keys, which are contiguous
+    Call c = *this;
+    c.q = mapped_q, c.k = mapped_k;
+    const int64_t of_q[] = {heads * queries * width, queries * width, width};
+    const int64_t of_k[] = {kv_heads * keys * width, keys * width, width};
+    std::copy(of_q, of_q + 3, c.q_strides);
+    std::copy(of_k, of_k + 3, c.k_strides);
+    return c;
+  }
 };
 
 // What a thread needs for a tile, besides the arrays of the call.
@@ -238,6 +254,15 @@ template <class T> T divisor(T total) {
   return total == 0 ? T(1) : std::isinf(total) ? T(NAN) : total;
 }
 
+template <class T> bool finite(const T* x, int64_t size) {
+  constexpr int64_t N = Lanes<T>::N;
+  Vec<T> zeros = {};  // NaN if a number is not finite
+  for (int64_t i = 0; i + N <= size; i += N) zeros += load(x + i) * T(0);
+  T zero = sum<T>(zeros);
+  for (int64_t i = size / N * N; i < size; i++) zero += x[i] * T(0);
+  return zero == 0;
+}
+
 template <class T> void sums_of_block(Tile<T> tile) {
   const auto& c = tile.c;
   T *numerator = c.numerator + tile.row() * c.value_width, *total = c.weight_sum + tile.row(),
@@ -257,6 +282,10 @@ template <class T> void sums_of_block(Tile<T> tile) {
     if (!c.quotient) continue;
     for (int64_t e = 0; e < c.value_width; e++)
       numerator[i * c.value_width + e] /= divisor(total[i]);
+  }
+  if (c.terms && !(finite(total, tile.rows) && finite(numerator, tile.rows * c.value_width))) {
+#pragma omp atomic write
+    *c.finite = 0;
   }
 }
 
@@ -296,10 +325,18 @@ template <class T> void gradients_of_block(Tile<T> tile, int64_t part) {
   }
 }
 
-template <class T> void sums(const Call<T>& c) {
+template <class T> void sums(const Call<T>& given) {
+  const Call<T> c = given.maps ? given.mapped() : given;
   const int64_t blocks = (c.queries + c.block - 1) / c.block, heads = c.batch * c.heads;
+  *c.finite = 1;
 #pragma omp parallel num_threads(c.threads)
   {
+    if (c.maps) {
+      each(given.of_queries(), given.q,
+           [&](const T* x, int64_t at, int64_t size) { elu1(x, c.mapped_q + at, size); });
+      each(given.of_keys(), given.k,
+           [&](const T* x, int64_t at, int64_t size) { elu1(x, c.mapped_k + at, size); });
+    }
     Scratch<T> scratch(c, false);
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < blocks * heads; task++) {
@@ -323,6 +360,17 @@ template <class T> void gradients(const Call<T>& c) {
         for (int64_t block = part; block < blocks; block += c.parts)
           gradients_of_block(
               Tile<T>(c, scratch, kv / c.kv_heads, kv % c.kv_heads * group + g, block), part);
+    }
+    if (c.maps) {  // queries and keys are mapped, and contiguous
+      each(c.of_queries(), c.q, [&](const T* mapped, int64_t at, int64_t size) {
+        elu1_gradient(mapped, c.dq + at, c.dq + at, size);
+      });
+      for (int64_t part = 0; part < c.parts; part++) {
+        T* dk = c.dk + part * c.batch * c.kv_heads * c.keys * c.width;
+        each(c.of_keys(), c.k, [&](const T* mapped, int64_t at, int64_t size) {
+          elu1_gradient(mapped, dk + at, dk + at, size);
+        });
+      }
     }
   }
 }

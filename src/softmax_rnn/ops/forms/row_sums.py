@@ -27,6 +27,7 @@ class RowSums(NamedTuple):
         state: the state after the last key, if it was requested.
         noise: [B, H, T], the rounding error of a weight sum that was computed from a state, where
             monomials can cancel; ``None`` if every weight was computed.
+        finite: one number, 0 if a sum is infinite or NaN; ``None`` if that is not known.
     """
 
     numerator: Tensor
@@ -34,6 +35,7 @@ class RowSums(NamedTuple):
     log_scale: Tensor | None = None
     state: Tensor | None = None
     noise: Tensor | None = None
+    finite: Tensor | None = None
 
 
 Backward = TypeVar("Backward", bound=Callable[..., Any])
