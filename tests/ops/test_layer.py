@@ -319,6 +319,29 @@ def test_mistakes_are_named(options: dict[str, object], message: str) -> None:
         Attention(32, **options)  # type: ignore[arg-type]
 
 
+def test_wrong_inputs_are_named() -> None:
+    layer, x = Attention(32, 4, "norm"), torch.randn(2, 9, 32)
+    angles = torch.randn(1, 9, 8)
+    for wrong, message in (
+        (x[0], r"\[B, T, 32\], not \[9, 32\]"),
+        (x[..., :16], r"\[B, T, 32\], not \[2, 9, 16\]"),
+        ("x", r"\[B, T, 32\], not str"),
+        (x.double(), "must be torch.float32, as the layer, not torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(wrong)
+    for pair, message in (
+        ((angles,), "must be a pair, cosines and sines, not 1"),
+        ((angles[0], angles), r"cosines .* must be \[2 or 1, 9, head_dim\], not \[9, 8\]"),
+        ((angles, angles[:, :7]), r"sines .* must be \[2 or 1, 9, head_dim\], not \[1, 7, 8\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(x, position_embeddings=pair)
+    assert layer(x[:, :0]).shape == (2, 0, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x.bfloat16()).shape == x.shape
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_fixed_decays_of_retnet_are_not_rounded(dtype: torch.dtype) -> None:
     """The slowest of 24 heads fades by 2^-28 per token: less than float16's smallest number."""

@@ -19,6 +19,7 @@ from softmax_rnn.ops.forms import fused, native, native_library, triton
 from softmax_rnn.ops.forms.blocked import blocked
 from softmax_rnn.ops.forms.chunked import chunked
 from softmax_rnn.ops.forms.dense import dense
+from softmax_rnn.ops.forms.first_order import transformed, wrapped
 from softmax_rnn.ops.forms.row_sums import RowSums
 from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.series import MAX_RADIUS, order_for
@@ -118,6 +119,8 @@ def choose(
     if wants_state:
         _require_state(spec, q, k)
     candidates = _candidates(form, spec, q, stateful)
+    if transformed():
+        candidates = _for_transforms(form, spec, candidates, stateful, (q, k, v, log_decay))
     per_key_mask = mask is None or mask.shape[1] == mask.shape[2] == 1
     if wants_state:
         check_per_key(mask)
@@ -145,6 +148,31 @@ def choose(
     if FORMS[form].stateful:
         require_memory(spec, q, k, v)
     return FORMS[form]
+
+
+def _for_transforms(
+    form: str,
+    spec: AttentionSpec,
+    candidates: list[str],
+    stateful: bool,
+    inputs: tuple[Tensor | None, ...],
+) -> list[str]:
+    """The forms to choose from inside a transform of torch.func: none with a gradient by hand.
+
+    Raises:
+        NotImplementedError: for a state, or another form, unless all inputs are constants.
+    """
+    possible = ("fused", "dense") if spec.up_to_row_scale else ("dense",)
+    if form == "auto" and not stateful:
+        return [name for name in candidates if name in possible]
+    known = form in possible and not stateful
+    if not known and any(x is not None and wrapped(x) for x in inputs):
+        what = "a state" if stateful else f"form={form!r}"
+        raise NotImplementedError(
+            f"{what} was given inside a transform of torch.func (vmap, grad, jvp, ...). Attention "
+            "without a state works there, with form='auto' or 'dense'."
+        )
+    return candidates
 
 
 def _cheapest(

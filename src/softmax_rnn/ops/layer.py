@@ -68,6 +68,7 @@ class Attention(AttentionCore):
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"The {num_heads} heads must divide the hidden size {hidden_size}.")
         head_dim = head_dim or hidden_size // num_heads
+        self.hidden_size = hidden_size
         self.qk_dim = self.options.qk_dim or head_dim
         queries, keys = num_heads * self.qk_dim, num_kv_heads * self.qk_dim
         values, outputs = num_kv_heads * head_dim, num_heads * head_dim
@@ -157,12 +158,36 @@ class Attention(AttentionCore):
             :class:`State`.
 
         Raises:
-            ValueError: for a mask that a short convolution cannot apply to tokens.
+            ValueError: for inputs of another shape or dtype, or a mask that a short convolution
+                cannot apply to tokens.
         """
+        self._check(hidden_states, position_embeddings)
         projected = self.project(hidden_states, position_embeddings, mask=mask, state=state)
         options = {"mask": mask, "state": state, "return_state": return_state}
         result = self.attend(hidden_states, projected, **options)
         return (self.merge(result[0]), result[1]) if return_state else self.merge(result)
+
+    def _check(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> None:
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.hidden_size:
+            given = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"hidden_states must be [B, T, {self.hidden_size}], not {given}.")
+        plain = type(self.q_proj) is nn.Linear  # not quantised, for example
+        dtype = self.q_proj.weight.dtype if plain else x.dtype
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"hidden_states must be {dtype}, as the layer, not {x.dtype}.")
+        if position_embeddings is None:
+            return
+        if len(position_embeddings) != 2:
+            raise ValueError(
+                "position_embeddings must be a pair, cosines and sines, not "
+                f"{len(position_embeddings)} of {type(position_embeddings).__name__}."
+            )
+        for name, angles in zip(("cosines", "sines"), position_embeddings, strict=True):
+            if angles.ndim != 3 or angles.shape[1] != x.shape[1] or len(angles) not in (1, len(x)):
+                raise ValueError(
+                    f"The {name} of position_embeddings must be [{len(x)} or 1, {x.shape[1]}, "
+                    f"head_dim], not {list(angles.shape)}."
+                )
 
     def merge(self, out: Tensor) -> Tensor:
         """Project the heads' outputs [B, H, T, D] to [B, T, hidden_size]."""
@@ -184,10 +209,10 @@ def _shown(mask: Tensor | None) -> Tensor | None:
 
 def _by_head(x: Tensor, width: int) -> Tensor:
     """[B, T, H * width] as [B, H, T, width]."""
-    batch, tokens, _ = x.shape
+    batch, tokens, channels = x.shape
     if tokens == 1:
-        return x.view(batch, -1, 1, width)
-    return x.view(batch, tokens, -1, width).transpose(1, 2)
+        return x.view(batch, channels // width, 1, width)
+    return x.view(batch, tokens, channels // width, width).transpose(1, 2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -148,7 +148,8 @@ def attention(
         FloatingPointError: for NaN or infinity in a state or in the tokens added to it; the message
             gives the index of the token.
         NotImplementedError: for a second or forward-mode derivative; only ``form="dense"`` supports
-            them.
+            them. For a state, or a form other than ``auto`` or ``dense``, inside a transform of
+            ``torch.func``, such as ``torch.vmap``.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 4, 128, 32).unbind(0)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from softmax_rnn.ops.forms.first_order import differentiated
+from softmax_rnn.ops.forms.first_order import differentiated, transformed
 from softmax_rnn.ops.spec import AttentionSpec
 
 MAX_RADIUS = 700.0  # a little more overflows float64
@@ -68,7 +68,7 @@ class PowerSeries(NamedTuple):
         if isinstance(lower[-1], Tensor) or lower[-1]:
             result = result + lower[-1] if differentiated(result) else result.add_(lower[-1])
         # In place unless a derivative needs the intermediate results.
-        reuse = None if differentiated(result) else result
+        reuse = None if differentiated(result) or transformed() else result
         for coefficient in reversed(lower[:-1]):
             if not isinstance(coefficient, Tensor):
                 coefficient = x.new_tensor(coefficient)

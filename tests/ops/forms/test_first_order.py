@@ -63,6 +63,53 @@ def test_forward_mode_is_an_error(name: str, form: str) -> None:
                 sr.attention(spec=case.spec, form=form, **x, **extras)
 
 
+TRANSFORMED = {
+    **{name: sr.variant(name) for name in VARIANTS},
+    "token": sr.AttentionSpec(series="taylor", order=2, decay="token"),
+    "channel": sr.AttentionSpec(series="taylor", order=2, decay="channel"),
+    "exp_token": sr.AttentionSpec(decay="token"),
+    "window": sr.AttentionSpec(series="taylor", order=2, window=4),
+    "both": sr.AttentionSpec(series="taylor", order=2, window=4, outside="series"),
+    "powers": sr.variant("power:4"),
+}
+
+
+@pytest.mark.parametrize("length", [9, 260])  # short, and long enough for the native loops
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transforms(name: str, length: int) -> None:
+    """torch.vmap of outputs and of gradients are those of each input alone."""
+    shape = Shape(batch=1, heads=2, kv_heads=1, queries=length, keys=length, width=4, value_width=4)
+    cases = [make_case(TRANSFORMED[name], seed=seed, shape=shape) for seed in range(2)]
+    names = [key for key in cases[0].tensors if cases[0].tensors[key].is_floating_point()]
+
+    def out(*given: Tensor) -> Tensor:
+        return sr.attention(spec=TRANSFORMED[name], **dict(zip(names, given, strict=True)))
+
+    def loss(*given: Tensor) -> Tensor:
+        return out(*given).square().sum()
+
+    each = [[case.tensors[key] for key in names] for case in cases]
+    together = [torch.stack(x) for x in zip(*each, strict=True)]
+    places = tuple(range(len(names)))
+    found = torch.vmap(out)(*together), torch.vmap(torch.func.grad(loss, places))(*together)
+    for i, given in enumerate(each):
+        leaves = [x.clone().requires_grad_() for x in given]
+        expected = torch.autograd.grad(loss(*leaves), leaves)
+        torch.testing.assert_close(found[0][i], out(*given))
+        torch.testing.assert_close([x[i] for x in found[1]], list(expected))
+
+
+def test_transforms_of_other_forms_are_errors() -> None:
+    q = torch.randn(2, 1, 2, 9, 4)
+    for form in ("native", "blocked", "chunked", "recurrent"):
+        with pytest.raises(NotImplementedError, match=f"form='{form}' was given inside a transf"):
+            torch.vmap(lambda x, form=form: sr.attention(x, x, x, "taylor:2", form=form))(q)
+    with pytest.raises(NotImplementedError, match="a state was given inside a transform"):
+        torch.vmap(lambda x: sr.attention(x, x, x, "taylor:2", return_state=True)[0])(q)
+    # Constants of a transform may be computed by any form.
+    torch.vmap(lambda x: x * sr.attention(q[0], q[0], q[0], "taylor:2", form="chunked"))(q)
+
+
 @pytest.mark.parametrize("name", [name for name in VARIANTS if "detached" not in name])
 def test_dense_has_every_derivative(name: str) -> None:
     shape = Shape(batch=1, heads=1, kv_heads=1, queries=3, keys=4, width=2, value_width=3)

@@ -41,6 +41,11 @@ def transformed() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
+def wrapped(x: Tensor) -> bool:
+    """Whether ``x`` is such a tensor; others are constants of the transform."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
 class _FirstOrder(torch.autograd.Function):
     generate_vmap_rule = True
 

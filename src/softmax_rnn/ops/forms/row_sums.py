@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softmax_rnn.ops.compiler import constant_when_compiled
+from softmax_rnn.ops.forms.first_order import transformed, wrapped
 
 
 class RowSums(NamedTuple):
@@ -71,8 +72,19 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def no_data(x: Tensor) -> bool:
-    """Whether the values cannot be read: while tracing, and on the meta device."""
-    return torch.compiler.is_compiling() or x.is_meta or type(x) is not Tensor
+    """Whether the values cannot be read: while tracing, on the meta device, in ``torch.vmap``."""
+    if torch.compiler.is_compiling() or x.is_meta or type(x) is not Tensor:
+        return True
+    return transformed() and wrapped(x) and _mapped(x)
+
+
+def _mapped(x: Tensor) -> bool:
+    """Whether ``torch.vmap`` computes ``x`` for several inputs at once."""
+    try:
+        x.detach().sum().item()
+    except RuntimeError:
+        return True
+    return False
 
 
 def visible(
