@@ -15,6 +15,7 @@ from softmax_rnn.ops import calibration, speeds
 def _measurable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
     monkeypatch.setenv("SOFTMAX_RNN_CACHE", str(tmp_path))
     monkeypatch.delenv(speeds.VARIABLE)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.1, 0.1, 0.1))
     speeds._read.cache_clear()
     yield
     speeds._read.cache_clear()
@@ -36,6 +37,20 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     measure_machine()
     shown = " ".join("".join(capfd.readouterr()).split())
     assert "speeds of this machine are not measured, as they cannot be kept" in shown
+
+
+def test_a_busy_machine_is_not_measured_by_itself(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (97.0, 0.1, 0.1))
+    measure_machine()
+    shown = " ".join("".join(capfd.readouterr()).split())
+    assert "not measured: its load in the last minute was 97.0 on" in shown
+    assert not speeds.file().exists()
+    assert main(["calibrate"]) == 0
+    shown = " ".join("".join(capfd.readouterr()).split())
+    assert "These may be wrong: its load in the last minute was 97.0 on" in shown
+    assert speeds.file().exists()
 
 
 def test_a_machine_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,7 @@ def measure_machine() -> None:
     """Measure a CPU's speeds for the choice of forms, once a machine, before it trains."""
     import torch
 
+    from softmax_rnn._utils.machine import busy
     from softmax_rnn._utils.progress import notice
     from softmax_rnn.ops import speeds
     from softmax_rnn.ops.calibration import calibrate
@@ -112,8 +113,15 @@ def measure_machine() -> None:
     if not alone or not speeds.measurable() or torch.cuda.is_available():
         return
     try:
-        if not speeds.file().exists():
-            calibrate()
+        if speeds.file().exists():
+            return
+        if why := busy():
+            notice(
+                f"The speeds of this machine are not measured: {why}. Built-in numbers are used; "
+                "`softmax-rnn calibrate` measures them on an idle machine."
+            )
+            return
+        calibrate()
     except OSError as error:
         notice(f"The speeds of this machine are not measured, as they cannot be kept: {error}")
 

@@ -143,10 +143,13 @@ def _variants(_: Namespace) -> int:
 
 
 def _calibrate(_: Namespace) -> int:
+    from softmax_rnn._utils.machine import busy
+    from softmax_rnn._utils.progress import notice
     from softmax_rnn.ops.calibration import calibrate
     from softmax_rnn.ops.speeds import SHIPPED, Work, speeds
     from softmax_rnn.report.terminal import terminal_table
 
+    why = busy()
     path = calibrate()
     rows = [
         [engine, part, *(f"{x:.3g}" for x in work)]
@@ -155,6 +158,13 @@ def _calibrate(_: Namespace) -> int:
     ]
     header = ("nanoseconds", "form", *Work._fields)
     show(terminal_table(header, rows, left=header[:2]))
+    print(
+        "Nanoseconds of a multiply-add; a number of monomials or states; a pair of query and key;"
+    )
+    print("a power of a pair's score; a call, or the start of a block; the start of all of it.")
+    print("torch: loops of PyTorch operations; native: C++. pairs: all pairs; chunks: with states.")
+    if why:
+        notice(f"These may be wrong: {why}. Repeat the command when the machine is idle.")
     show_paths([path])
     return 0
 
