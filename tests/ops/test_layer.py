@@ -319,6 +319,23 @@ def test_mistakes_are_named(options: dict[str, object], message: str) -> None:
         Attention(32, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", sr.variants())
+def test_gradients_of_each_sample(name: str) -> None:
+    """Those of torch.func, with the parameters as arguments, are autograd's."""
+    torch.manual_seed(0)
+    layer, x = Attention(16, 2, name).double(), torch.randn(2, 5, 16, dtype=torch.float64)
+    weights = {key: p.detach() for key, p in layer.named_parameters()}
+
+    def loss(weights: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(layer, weights, (row[None],)).square().sum()
+
+    found = torch.vmap(torch.func.grad(loss), (None, 0))(weights, x)
+    for i, row in enumerate(x):
+        total = layer(row[None]).square().sum()
+        expected = torch.autograd.grad(total, list(layer.parameters()))
+        torch.testing.assert_close([found[key][i] for key in weights], list(expected))
+
+
 def test_wrong_inputs_are_named() -> None:
     layer, x = Attention(32, 4, "norm"), torch.randn(2, 9, 32)
     angles = torch.randn(1, 9, 8)
@@ -326,18 +343,22 @@ def test_wrong_inputs_are_named() -> None:
         (x[0], r"\[B, T, 32\], not \[9, 32\]"),
         (x[..., :16], r"\[B, T, 32\], not \[2, 9, 16\]"),
         ("x", r"\[B, T, 32\], not str"),
-        (x.double(), "must be torch.float32, as the layer, not torch.float64"),
     ):
         with pytest.raises(ValueError, match=message):
             layer(wrong)
     for pair, message in (
         ((angles,), "must be a pair, cosines and sines, not 1"),
-        ((angles[0], angles), r"cosines .* must be \[2 or 1, 9, head_dim\], not \[9, 8\]"),
-        ((angles, angles[:, :7]), r"sines .* must be \[2 or 1, 9, head_dim\], not \[1, 7, 8\]"),
+        (5, "must be a pair, cosines and sines, not 5"),
+        ((angles[0], angles), r"cosines .* must be \[2 or 1, 9, head_dim\], .* not \[9, 8\]"),
+        ((angles, angles[:, :7]), r"sines .* must be \[2 or 1, 9, head_dim\], .* not \[1, 7, 8\]"),
+        ((angles, angles[..., :6]), r"sines .* both of one shape, not \[1, 9, 6\]"),
+        ((angles, None), "sines .* not NoneType"),
     ):
         with pytest.raises(ValueError, match=message):
             layer(x, position_embeddings=pair)
     assert layer(x[:, :0]).shape == (2, 0, 32)
+    assert Attention(32, 4, options={"short_convolution": 3})(x[:, :0]).shape == (2, 0, 32)
+    assert Attention(32, 4, options={"rotary": False})(x, position_embeddings=5).shape == x.shape
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x.bfloat16()).shape == x.shape
 

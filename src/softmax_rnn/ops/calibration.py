@@ -14,11 +14,15 @@ from torch import Tensor
 
 from softmax_rnn.ops import speeds
 from softmax_rnn.ops.cost import Sizes, work_of_chunks, work_of_pairs
+from softmax_rnn.ops.denominators import row_sum
+from softmax_rnn.ops.finite import check_sums
 from softmax_rnn.ops.forms import native_library
 from softmax_rnn.ops.forms.blocked import blocked
 from softmax_rnn.ops.forms.chunked import chunked
 from softmax_rnn.ops.forms.native import native
+from softmax_rnn.ops.forms.row_sums import RowSums
 from softmax_rnn.ops.operation import attention
+from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.speeds import SHIPPED, Engine, Speeds, Work
 from softmax_rnn.ops.variants import resolve
 
@@ -31,9 +35,9 @@ _SHORT = (256, 8, 2)
 _PAIRS = ((256, 64, 4), (512, 32, 2), (1024, 8, 4), (1024, 64, 1), (1024, 16, 2))
 _CHUNKS = (
     *((256, 8, 2, 64), (512, 8, 4, 128), (512, 16, 2, 64), (512, 64, 1, 256), (1024, 64, 1, 64)),
-    *((256, 64, 2, 64), (256, 32, 2, 256), (256, 16, 3, 64)),
+    *((256, 64, 2, 64), (256, 32, 2, 256), (256, 16, 3, 64), (1024, 8, 1, 64)),
 )
-_ROUNDS = 3
+_FEWEST, _MOST, _ENOUGH = 3, 4, 0.03  # calls, the first of which is not counted; seconds
 _BACKWARD = 3.0  # the time of a backward pass, in forward passes
 # How far a number stays from the shipped one if the measurements say little about it.
 _TRUST, _FURTHEST = 0.03, 30.0
@@ -70,17 +74,36 @@ def _measured(engine: Engine) -> Speeds:
         }
     pairs.add(lambda: ways["pairs"]().sum().backward(), _trained(work_of_pairs(sizes, engine)))
     chunks.add(lambda: ways["chunks"]().sum().backward(), _trained(work_of_chunks(sizes)))
-    with torch.no_grad():
-        for length, width, order in _PAIRS:
-            sizes, data = _sizes(length, width, order, engine), _inputs(length, width)
-            pairs.add(
-                functools.partial(form, *data, sizes.spec, **options), work_of_pairs(sizes, engine)
-            )
-        for length, width, order, chunk in _CHUNKS:
-            sizes, data = _sizes(length, width, order, engine), _inputs(length, width)
-            run = functools.partial(chunked, *data, sizes.spec, **options, engine=engine)
-            chunks.add(functools.partial(run, chunk=chunk), work_of_chunks(sizes, chunk))
+    # Both passes, whose times differ by form; of PyTorch's loops they would take too long.
+    both = engine == "native"
+    for length, width, order in _PAIRS:
+        sizes, data = _sizes(length, width, order, engine), _inputs(length, width)
+        work = work_of_pairs(sizes, engine)
+        run = functools.partial(form, *data, sizes.spec, **options)
+        pairs.add(
+            functools.partial(_pass, run, sizes.spec, data, both), _trained(work) if both else work
+        )
+    for length, width, order, chunk in _CHUNKS:
+        sizes, data = _sizes(length, width, order, engine), _inputs(length, width)
+        work = work_of_chunks(sizes, chunk)
+        run = functools.partial(chunked, *data, sizes.spec, **options, engine=engine, chunk=chunk)
+        chunks.add(
+            functools.partial(_pass, run, sizes.spec, data, both), _trained(work) if both else work
+        )
     return Speeds(pairs.fitted(SHIPPED[engine].pairs), chunks.fitted(SHIPPED[engine].chunks))
+
+
+def _pass(run: Callable[[], RowSums], spec: AttentionSpec, data: Inputs, both: bool) -> None:
+    """A forward pass; if ``both``, with what follows in ``attention``, and a backward pass."""
+    with torch.set_grad_enabled(both):
+        sums = run()
+        if not both:
+            return
+        check_sums(sums, spec, None, data, data[1], None, None)
+        out = sums.numerator
+        if sums.weight_sum is not None:
+            out = out / row_sum(sums, spec, data[2], None)[0].unsqueeze(-1)
+        torch.autograd.grad(out, data, torch.ones_like(out))
 
 
 def _trained(work: Work) -> Work:
@@ -108,8 +131,8 @@ class _Samples:
 
     def add(self, run: Callable[[], object], work: Work) -> None:
         """Time a call: the shortest of some, after one that is not counted."""
-        found = []
-        for _ in range(1 + _ROUNDS):
+        found: list[float] = []
+        while len(found) < _FEWEST or (len(found) < _MOST and sum(found) < _ENOUGH):
             start = time.perf_counter()
             run()
             found.append(time.perf_counter() - start)

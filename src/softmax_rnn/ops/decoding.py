@@ -33,8 +33,11 @@ def over_keys(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor | 
     width, heads = q.shape[3], q.shape[1]
     if width != v.shape[3] or q.stride(3) * k.stride(3) != 1 or not q.numel() * k.numel():
         return None
-    scale, grouped = spec.score_scale(width), heads != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
+    scale, grouped = spec.score_scale(width), bool(heads != k.shape[1])
+    try:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
+    except NotImplementedError:  # of a forward-mode derivative
+        return None
 
 
 def after_state(

@@ -102,12 +102,13 @@ def choose(
     causal: bool,
     mask: Tensor | None,
     log_decay: Tensor | None = None,
+    others: tuple[Tensor | None, ...] = (),
     stateful: bool,
 ) -> Form:
     """Return the requested form, or the cheapest one for ``auto``.
 
     Queries and keys are passed before the feature map. ``stateful`` is whether a state is given or
-    returned. The other arguments are as in ``attention``.
+    returned, ``others`` are further tensors. The other arguments are as in ``attention``.
 
     Raises:
         ValueError: if the form cannot compute these arguments; the message lists forms that can.
@@ -120,7 +121,8 @@ def choose(
         _require_state(spec, q, k)
     candidates = _candidates(form, spec, q, stateful)
     if transformed():
-        candidates = _for_transforms(form, spec, candidates, stateful, (q, k, v, log_decay))
+        given = (q, k, v, mask, log_decay, *others)
+        candidates = _for_transforms(form, candidates, stateful, given)
     per_key_mask = mask is None or mask.shape[1] == mask.shape[2] == 1
     if wants_state:
         check_per_key(mask)
@@ -151,21 +153,17 @@ def choose(
 
 
 def _for_transforms(
-    form: str,
-    spec: AttentionSpec,
-    candidates: list[str],
-    stateful: bool,
-    inputs: tuple[Tensor | None, ...],
+    form: str, candidates: list[str], stateful: bool, inputs: tuple[Tensor | None, ...]
 ) -> list[str]:
-    """The forms to choose from inside a transform of torch.func: none with a gradient by hand.
+    """The forms to choose from inside a transform of torch.func: dense has every derivative.
 
     Raises:
-        NotImplementedError: for a state, or another form, unless all inputs are constants.
+        NotImplementedError: for a state, or a form with a gradient by hand, unless all inputs are
+            constants of the transform.
     """
-    possible = ("fused", "dense") if spec.up_to_row_scale else ("dense",)
     if form == "auto" and not stateful:
-        return [name for name in candidates if name in possible]
-    known = form in possible and not stateful
+        return ["dense"]
+    known = form in ("dense", "fused") and not stateful
     if not known and any(x is not None and wrapped(x) for x in inputs):
         what = "a state" if stateful else f"form={form!r}"
         raise NotImplementedError(

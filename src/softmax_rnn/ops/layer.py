@@ -158,8 +158,8 @@ class Attention(AttentionCore):
             :class:`State`.
 
         Raises:
-            ValueError: for inputs of another shape or dtype, or a mask that a short convolution
-                cannot apply to tokens.
+            ValueError: for inputs of another shape, or a mask that a short convolution cannot
+                apply to tokens.
         """
         self._check(hidden_states, position_embeddings)
         projected = self.project(hidden_states, position_embeddings, mask=mask, state=state)
@@ -167,26 +167,28 @@ class Attention(AttentionCore):
         result = self.attend(hidden_states, projected, **options)
         return (self.merge(result[0]), result[1]) if return_state else self.merge(result)
 
-    def _check(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> None:
+    def _check(self, x: Any, position_embeddings: Any) -> None:
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.hidden_size:
             given = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"hidden_states must be [B, T, {self.hidden_size}], not {given}.")
-        plain = type(self.q_proj) is nn.Linear  # not quantised, for example
-        dtype = self.q_proj.weight.dtype if plain else x.dtype
-        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(f"hidden_states must be {dtype}, as the layer, not {x.dtype}.")
-        if position_embeddings is None:
+        if position_embeddings is None or not self.options.rotary:
             return
-        if len(position_embeddings) != 2:
-            raise ValueError(
-                "position_embeddings must be a pair, cosines and sines, not "
-                f"{len(position_embeddings)} of {type(position_embeddings).__name__}."
-            )
-        for name, angles in zip(("cosines", "sines"), position_embeddings, strict=True):
-            if angles.ndim != 3 or angles.shape[1] != x.shape[1] or len(angles) not in (1, len(x)):
+        pair = position_embeddings
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            kind = f"{len(pair)} of a {type(pair).__name__}" if hasattr(pair, "__len__") else pair
+            raise ValueError(f"position_embeddings must be a pair, cosines and sines, not {kind}.")
+        for name, angles in zip(("cosines", "sines"), pair, strict=True):
+            shape = list(angles.shape) if isinstance(angles, Tensor) else type(angles).__name__
+            if (
+                not isinstance(angles, Tensor)
+                or angles.ndim != 3
+                or angles.shape != pair[0].shape
+                or angles.shape[1] != x.shape[1]
+                or len(angles) not in (1, len(x))
+            ):
                 raise ValueError(
                     f"The {name} of position_embeddings must be [{len(x)} or 1, {x.shape[1]}, "
-                    f"head_dim], not {list(angles.shape)}."
+                    f"head_dim], both of one shape, not {shape}."
                 )
 
     def merge(self, out: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ class SquaredReLU(LayerMap):
         found = []
         for name, x in (("q", q), ("k", k)):
             matrix, shift = (
-                self.get_parameter(f"{name}_{part}").to(x.dtype) for part in ("matrix", "shift")
+                getattr(self, f"{name}_{part}").to(x.dtype) for part in ("matrix", "shift")
             )
             y = (x * x.shape[-1] ** -0.25) @ matrix.mT + shift.unsqueeze(1)
             found.append(y.relu().square())
@@ -140,7 +140,7 @@ class Rebased(LayerMap):
         found = []
         for name, x in (("q", q), ("k", k)):
             scale, shift = (
-                self.get_parameter(f"{name}_{part}").to(x.dtype).unsqueeze(1)
+                getattr(self, f"{name}_{part}").to(x.dtype).unsqueeze(1)
                 for part in ("scale", "shift")
             )
             found.append(scale * F.layer_norm(x, x.shape[-1:]) + shift)

@@ -57,6 +57,8 @@ class ShortConvolution(LayerPart):
             earlier = x.new_zeros(len(x), self.kernel.shape[1] - 1, x.shape[-1])
         padded = torch.cat((earlier.to(x.dtype), x), dim=1)
         kernel = self.kernel.to(x.dtype).unsqueeze(1)
+        if not x.numel():  # convolutions need an output
+            return x, padded[:, x.shape[1] :].clone()
         out = F.conv1d(padded.mT, kernel, groups=len(kernel)).mT
         return out, padded[:, x.shape[1] :].clone()
 

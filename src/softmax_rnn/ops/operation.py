@@ -142,7 +142,8 @@ def attention(
     Raises:
         ValueError: for invalid shapes, dtypes, devices, gates, form or state; the message says what
             is allowed.
-        OverflowError: if sums, a state or outputs exceed the range of their dtype, in any form.
+        OverflowError: if sums, a state or outputs exceed the range of their dtype, in any form;
+            not inside ``torch.vmap`` and ``torch.compile``, where numbers cannot be read.
         MemoryError: if the state is too large; the message gives its size in bytes and the largest
             order that fits.
         FloatingPointError: for NaN or infinity in a state or in the tokens added to it; the message
@@ -165,17 +166,19 @@ def attention(
     check_tensors(q, k, v, causal)
     mask = checked_mask(mask, q, k)
     queries, keys = q.shape[2], k.shape[2]
-    extra = {
-        "input_gate": input_gate,
-        "output_gate": output_gate,
-        "length_power": length_power,
-        "coefficients": coefficients,
-        "sink": sink,
-        "outside_scale": outside_scale,
-        "norm_weight": norm_weight,
-        "norm_bias": norm_bias,
-    }
-    check_extras(extra, spec, q, v)
+    none = input_gate is output_gate is length_power is coefficients is sink is None
+    if spec.needs_tensors or not (none and outside_scale is norm_weight is norm_bias is None):
+        extra = {
+            "input_gate": input_gate,
+            "output_gate": output_gate,
+            "length_power": length_power,
+            "coefficients": coefficients,
+            "sink": sink,
+            "outside_scale": outside_scale,
+            "norm_weight": norm_weight,
+            "norm_bias": norm_bias,
+        }
+        check_extras(extra, spec, q, v)
     if outside_q is not None or outside_k is not None:
         check_outside(outside_q, outside_k, q, k, spec)
     check_decay(log_decay, spec, k, causal)
@@ -299,7 +302,8 @@ def _sums(
     inputs, stateful = (q, k, v), state is not None or keep_state
     given: dict[str, Any] = {"causal": causal, "mask": mask}
     decay = weighting.get("log_decay")
-    chosen = choose(form, spec, q, k, v, **given, log_decay=decay, stateful=stateful)
+    others = weighting.get("coefficients"), None if state is None else state.sums
+    chosen = choose(form, spec, q, k, v, **given, log_decay=decay, others=others, stateful=stateful)
     log_scale = None
     if spec.scale_free and not (chosen.maps and q.dtype == torch.float16):
         q, log_scale = _scaled_for_powers(q, k, spec, causal, mask, stateful)

@@ -12,19 +12,21 @@ from softmax_rnn.ops.spec import AttentionSpec
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     """Check shapes, dtypes and devices of queries, keys and values."""
-    shapes = []  # asking a tensor for its shape takes time, which matters in decoding
+    # Asking a tensor for these takes time, which matters in decoding.
+    shapes, expected = [], None
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, not {type(x).__name__}.")
-        shape, dtype = x.shape, x.dtype
+        shape, dtype, device = x.shape, x.dtype, x.device
         if len(shape) != 4:
             raise ValueError(f"{name} must be [batch, heads, length, width], not {list(shape)}.")
         if not dtype.is_floating_point:
             raise ValueError(f"{name} must be of a floating-point dtype, not {dtype}.")
-        if dtype != q.dtype or x.device != q.device:
+        expected = expected or (dtype, device)
+        if (dtype, device) != expected:
             raise ValueError(
                 f"q, k and v must share dtype and device; q has {q.dtype} on {q.device}, "
-                f"{name} has {dtype} on {x.device}."
+                f"{name} has {dtype} on {device}."
             )
         if not (shape[1] and shape[3]):
             raise ValueError(f"{name} must have at least one head and width 1, not {list(shape)}.")
@@ -79,8 +81,6 @@ def check_extras(
     extras: Mapping[str, Tensor | None], spec: AttentionSpec, q: Tensor, v: Tensor
 ) -> None:
     """Check the tensors for all heads or tokens that only some specs take."""
-    if not spec.needs_tensors and all(x is None for x in extras.values()):
-        return
     batch, heads, queries, _ = q.shape
     kv_heads, keys, width = v.shape[1:]
     gate, gate_shape = extras["output_gate"], (batch, heads, queries)

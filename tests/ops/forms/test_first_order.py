@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -106,6 +107,28 @@ def test_transforms_of_other_forms_are_errors() -> None:
             torch.vmap(lambda x, form=form: sr.attention(x, x, x, "taylor:2", form=form))(q)
     with pytest.raises(NotImplementedError, match="a state was given inside a transform"):
         torch.vmap(lambda x: sr.attention(x, x, x, "taylor:2", return_state=True)[0])(q)
+    given = q[0], q[0], q[0]
+    with pytest.raises(NotImplementedError, match="form='blocked' was given inside a transform"):
+        torch.vmap(lambda x: sr.attention(*given, "polynomial:3", coefficients=x, form="blocked"))(
+            torch.rand(3, 2, 4)
+        )
+    with pytest.raises(NotImplementedError, match="form='native' was given inside a transform"):
+        torch.vmap(lambda x: sr.attention(*given, "linear_elu", mask=x, form="native"))(
+            torch.rand(3, 9) > 0.3
+        )
+    _, state = sr.attention(*given, "taylor:2", return_state=True)
+    with pytest.raises(NotImplementedError, match="a state was given inside a transform"):
+        torch.func.grad(
+            lambda x: sr.attention(
+                *given, "taylor:2", state=dataclasses.replace(state, sums=x)
+            ).sum()
+        )(state.sums)
+    decays = -torch.rand(3, 1, 2, 9)
+    found = torch.vmap(lambda x: sr.attention(*given, "softmax+decay", log_decay=x))(decays)
+    expected = [sr.attention(*given, "softmax+decay", log_decay=x) for x in decays]
+    torch.testing.assert_close(found, torch.stack(expected))
+    tangent = torch.func.jvp(lambda x: sr.attention(x, x, x, "softmax"), (q[0],), (q[0],))[1]
+    assert tangent.isfinite().all()
     # Constants of a transform may be computed by any form.
     torch.vmap(lambda x: x * sr.attention(q[0], q[0], q[0], "taylor:2", form="chunked"))(q)
 

@@ -43,7 +43,8 @@ def refuses(
     if log_decay is not None:
         if q.dtype not in (torch.float32, torch.float64):
             return f"log decays of {q.dtype} inputs"
-        if no_data(q) or bool(log_decay.detach().sum(2).lt(-MAX_FADING).any()):
+        unknown = no_data(q) or no_data(log_decay)
+        if unknown or bool(log_decay.detach().sum(2).lt(-MAX_FADING).any()):
             return f"log decays that sum to less than {-MAX_FADING:g}"
     if not q.is_cuda or spec.up_to_row_scale:  # SDPA chooses a kernel itself
         return ""
@@ -125,7 +126,7 @@ def _fused(
         mask = mask.expand(*mask.shape[:-2], queries, keys)
     if spec.up_to_row_scale:
         out = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=bool(q.shape[1] != k.shape[1])
         )
         return RowSums(out[..., :width])
     if mask is not None:
