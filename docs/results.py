@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from softmax_rnn._utils.files import write_text
 from softmax_rnn.data import is_task
@@ -382,13 +383,19 @@ def main(root: Path) -> None:
             parts["laws"] = laws(scale, everything)
         for path in draw(experiment, scale, root, seeds):
             if path.suffix == ".png":
-                shutil.copy(path, HERE / "images" / f"results_{name}.png")
+                copy(path, HERE / "images" / f"results_{name}.png")
     if files := sorted(root.glob("convert/*/conversion.json")):
         parts["conversions"] = conversions(files)
         for file in files:
             figure = file.with_suffix(".png")
-            shutil.copy(figure, HERE / "images" / f"results_convert_{file.parent.name}.png")
+            copy(figure, HERE / "images" / f"results_convert_{file.parent.name}.png")
     fill(page, parts)
+
+
+def copy(figure: Path, to: Path) -> None:
+    """Copy a PNG, with 256 colours: a third of the bytes, and looks the same."""
+    with Image.open(figure) as image:
+        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(to, optimize=True)
 
 
 def fill(page: Path, parts: Mapping[str, str]) -> None:
