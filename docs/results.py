@@ -1,9 +1,10 @@
 """Make the tables and figures of results.md from runs: ``python docs/results.py RUNS``.
 
-RUNS is the ``--out`` folder of ``softmax-rnn reproduce``, by default ``runs``; conversions are in
-RUNS/convert/NAME. A figure is drawn at the longest scale at which all its runs are finished, if
-possible with three seeds. A claim is judged at the longest scale with three seeds for each of its
-checks. Other figures and claims are left on the page as they are.
+RUNS is the ``--out`` folder of ``softmax-rnn reproduce``, by default ``runs``. Conversions in
+RUNS/convert/NAME go to convert.md, and the measured knee of recall to capacity.md. A figure is
+drawn at the longest scale at which all its runs are finished, if possible with three seeds. A claim
+is judged at the longest scale with three seeds for each of its checks. Other figures and claims are
+left on the pages as they are.
 """
 
 from __future__ import annotations
@@ -355,10 +356,17 @@ def conditions(runs: Runs) -> str:
 
 
 def main(root: Path) -> None:
-    """Fill the page from the finished runs below ``root``."""
+    """Fill the pages from the conversions and finished runs below ``root``."""
+    if files := sorted(root.glob("convert/*/conversion.json")):
+        fill(HERE / "convert.md", {"conversions": conversions(files)})
+        for file in files:
+            figure = file.with_suffix(".png")
+            copy(figure, HERE / "images" / f"results_convert_{file.parent.name}.png")
     # The longest scale first.
     everything = {name: runs for name in reversed(SCALES) if (runs := finished_runs(name, root))}
     if not everything:
+        if files:
+            return
         raise SystemExit(f"No finished run in {root}.")
     page = HERE / "results.md"
     text = page.read_text(encoding="utf-8")
@@ -384,11 +392,6 @@ def main(root: Path) -> None:
         for path in draw(experiment, scale, root, seeds):
             if path.suffix == ".png":
                 copy(path, HERE / "images" / f"results_{name}.png")
-    if files := sorted(root.glob("convert/*/conversion.json")):
-        parts["conversions"] = conversions(files)
-        for file in files:
-            figure = file.with_suffix(".png")
-            copy(figure, HERE / "images" / f"results_convert_{file.parent.name}.png")
     fill(page, parts)
 
 
