@@ -212,6 +212,9 @@ def test_families_of_related_systems() -> None:
     assert sr.layer_options("based:4") == sr.layer_options("based")
     with pytest.raises(ValueError, match="window must be an integer >= 1, not 0"):
         sr.variant("window:0")
+    for name in ("power_retention", "rebased"):
+        with pytest.raises(ValueError, match=f"{name}.* needs an even order, not 3"):
+            sr.variant(f"{name}:3")
 
 
 MODULE = """

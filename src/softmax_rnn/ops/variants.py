@@ -39,6 +39,9 @@ FAMILIES = dict.fromkeys(
     "order",
 ) | dict.fromkeys(("window", "lolcats", "window_state"), "window")
 
+# Related systems of even powers alone: a row sum of odd ones crosses zero.
+_EVEN = ("power_retention", "rebased")
+
 # "softmax+decay" is softmax with a forget gate: one log decay per head and token.
 DECAY_SUFFIX = "+decay"
 
@@ -228,6 +231,8 @@ def _of_order(family: str, spec: Spec, order: int) -> Spec:
         )
     changed: dict[str, Any] = {FAMILIES[family]: order}
     spec = replace(spec, **changed)
+    if family in _EVEN and order % 2:
+        raise ValueError(f"variant {family!r} needs an even order, not {order}.")
     if spec.series == "taylor" and spec.row_sum and not spec.sign_definite:
         return replace(spec, floor=_ODD_FLOOR)
     return spec
