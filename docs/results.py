@@ -94,7 +94,7 @@ def losses(experiment: Experiment, scale: Scale, found: Found) -> str:
         title = "{} settings, corpus `{}`:".format(*place).capitalize()
         parts += [title] if len(places) > 1 else []
         parts.append(markdown.table(shown, cells, left=len(shown)))
-        parts.append(conditions({name: runs[name] for name in names}))
+        parts.append(conditions(scale, {name: runs[name] for name in names}))
     return "\n\n".join(parts)
 
 
@@ -140,7 +140,7 @@ def recall(experiment: Experiment, scale: Scale, found: Found) -> str:
             left=2,
         ),
         conditions(
-            {name: seeds for variants in runs.values() for name, seeds in variants.items()}
+            scale, {name: seeds for variants in runs.values() for name, seeds in variants.items()}
         ),
     ]  # fmt: skip
     return "\n\n".join(parts)
@@ -262,11 +262,16 @@ def verdicts(everything: Mapping[str, Found], before: str, source: str) -> str:
     return "\n".join(lines)
 
 
-def longer(row: str, scale: str) -> bool:
-    """Whether the verdict in a table's row is of a longer scale."""
-    named = re.match(r"\|.*\*\* \((\S+)\) \|", row)
+def longer(before: str, scale: str) -> bool:
+    """Whether a verdict or a table on the page is of a longer scale."""
+    named = re.search(r"\*\* \((\w+)\) \||^Scale (\w+),", before, flags=re.MULTILINE)
     scales = list(SCALES)
-    return named is not None and scales.index(named[1]) > scales.index(scale)
+    return named is not None and scales.index(named[1] or named[2]) > scales.index(scale)
+
+
+def part(page: str, name: str) -> str:
+    """The part of a page between its markers."""
+    return page.partition(f"<!-- {name} -->")[2].partition("<!-- end -->")[0]
 
 
 def decided(everything: Mapping[str, Found]) -> Iterator[tuple[Verdict, str]]:
@@ -339,8 +344,8 @@ def conversions(files: Sequence[Path]) -> str:
     return "\n\n".join(parts)
 
 
-def conditions(runs: Runs) -> str:
-    """The machine, versions and corpus of the runs."""
+def conditions(scale: Scale, runs: Runs) -> str:
+    """The scale, machine, versions and corpus of the runs."""
     one = next(iter(runs["softmax"].values()))
     where = one.environment
     each = (run.environment["commit"][:10] for seeds in runs.values() for run in seeds.values())
@@ -349,7 +354,7 @@ def conditions(runs: Runs) -> str:
     drawn = is_task(one.config.corpus)
     trained = f"`{one.config.corpus}`" if drawn else f"{corpus['tokens']:,} tokens to train on"
     return (
-        f"Run on {where['processor']}, {where['cores']} cores, {packages}, Python "
+        f"Scale {scale.name}, on {where['processor']}, {where['cores']} cores, {packages}, Python "
         f"{where['python']}, commits {', '.join(sorted(set(each)))}; {trained} (SHA-256 "
         f"{corpus['sha256'][:16]}...)."
     )
@@ -372,8 +377,7 @@ def main(root: Path) -> None:
     text = page.read_text(encoding="utf-8")
     parts = {}
     for name, source in (("verdicts", PAPER), ("own-verdicts", OWN)):
-        before = text.partition(f"<!-- {name} -->")[2].partition("<!-- end -->")[0]
-        parts[name] = verdicts(everything, before, source)
+        parts[name] = verdicts(everything, part(text, name), source)
     for name, experiment in FIGURES.items():
         finished = [
             (SCALES[at], seeds)
@@ -383,6 +387,8 @@ def main(root: Path) -> None:
         if f"<!-- {name} -->" not in text or not finished:
             continue
         scale, seeds = next((each for each in finished if len(each[1]) >= MIN_SEEDS), finished[0])
+        if longer(part(text, name), scale.name):
+            continue
         made = recall if experiment.kind == "recall" else losses
         parts[name] = made(experiment, scale, everything[scale.name])
         if experiment.kind == "recall":
