@@ -1,19 +1,17 @@
 """Make the tables and figures of results.md from runs: ``python docs/results.py RUNS``.
 
-RUNS is the ``--out`` folder of ``softmax-rnn reproduce``, by default ``runs``. Conversions in
-RUNS/convert/NAME go to convert.md, and the measured knee of recall to capacity.md. A figure is
-drawn at the longest scale at which all its runs are finished, if possible with three seeds. A claim
-is judged at the longest scale with three seeds for each of its checks. Other figures and claims are
-left on the pages as they are.
+RUNS is the ``--out`` folder of ``softmax-rnn reproduce``, by default ``runs``. The measured knee of
+recall goes to capacity.md. A figure is drawn at the longest scale at which all its runs are
+finished, if possible with three seeds. A claim is judged at the longest scale with three seeds for
+each of its checks. Other figures and claims are left on the pages as they are.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -293,57 +291,6 @@ def complete(verdict: Verdict) -> bool:
     return min(finding.seeds for finding in verdict.findings) >= MIN_SEEDS
 
 
-def conversions(files: Sequence[Path]) -> str:
-    """The losses of conversions, the size and speed of their caches, and how they were trained."""
-    parts = []
-    for file in files:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        settings, where = found["settings"], found["environment"]
-        title = f"`{Path(settings['source']).name}` with `{settings['attention']}`"
-        rows = (
-            (
-                row["model"],
-                f"{row['loss']:.3f}",
-                f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]",
-                "" if row.get("gap_closed") is None else f"{row['gap_closed']:.0%}",
-            )
-            for row in found["losses"]
-        )
-        decoding = {(row["tokens"], row["stage"]): row for row in found["decoding"]}
-        stages = list(dict.fromkeys(stage for _, stage in decoding))
-        columns = [
-            (unit, name, factor, stage)
-            for unit, name, factor in (
-                ("MiB", "cache_bytes", 2**-20),
-                ("tokens/s", "tokens_per_second", 1),
-            )
-            for stage in stages
-        ]
-        costs = (
-            (f"{n:,}", *(f"{factor * decoding[n, s][name]:,.1f}" for _, name, factor, s in columns))
-            for n in dict.fromkeys(n for n, _ in decoding)
-        )
-        runs = "; ".join(
-            f"{name}: {run['tokens']:,} tokens in {run['seconds'] / 60:.0f} min"
-            for name, run in found["runs"].items()
-        )
-        packages = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
-        header = ("model", "loss", "minus source [95% interval]", "gap closed")
-        parts += [
-            f"{title}, {found['rows']} blocks of {settings['block_size']} held-out tokens of "
-            f"`{settings['corpus']}`:",
-            markdown.table(header, rows, left=1),
-            f"![losses, heads, decoding](images/results_convert_{file.parent.name}.png)",
-            "Decoding after a prompt:",
-            markdown.table(
-                ("tokens", *(f"{unit}, {stage}" for unit, _, _, stage in columns)), costs, left=0
-            ),
-            f"Steps only: {runs}. Run on {where['processor']}, {where['cores']} cores, {packages}, "
-            f"commit {where['commit'][:10]}.",
-        ]
-    return "\n\n".join(parts)
-
-
 def conditions(scale: Scale, runs: Runs) -> str:
     """The scale, machine, versions and corpus of the runs."""
     one = next(iter(runs["softmax"].values()))
@@ -361,17 +308,10 @@ def conditions(scale: Scale, runs: Runs) -> str:
 
 
 def main(root: Path) -> None:
-    """Fill the pages from the conversions and finished runs below ``root``."""
-    if files := sorted(root.glob("convert/*/conversion.json")):
-        fill(HERE / "convert.md", {"conversions": conversions(files)})
-        for file in files:
-            figure = file.with_suffix(".png")
-            copy(figure, HERE / "images" / f"results_convert_{file.parent.name}.png")
+    """Fill the page from the finished runs below ``root``."""
     # The longest scale first.
     everything = {name: runs for name in reversed(SCALES) if (runs := finished_runs(name, root))}
     if not everything:
-        if files:
-            return
         raise SystemExit(f"No finished run in {root}.")
     page = HERE / "results.md"
     text = page.read_text(encoding="utf-8")

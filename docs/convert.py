@@ -1,0 +1,80 @@
+"""Make the tables and figures of convert.md from conversions: ``python docs/convert.py RUNS``.
+
+The conversions are RUNS/convert/NAME, by default below ``runs``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from results import HERE, copy, fill
+from softmax_rnn.report import markdown
+
+
+def conversions(files: Sequence[Path]) -> str:
+    """The losses of conversions, the size and speed of their caches, and how they were trained."""
+    parts = []
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        settings, where = found["settings"], found["environment"]
+        title = f"`{Path(settings['source']).name}` with `{settings['attention']}`"
+        rows = (
+            (
+                row["model"],
+                f"{row['loss']:.3f}",
+                f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]",
+                "" if row.get("gap_closed") is None else f"{row['gap_closed']:.0%}",
+            )
+            for row in found["losses"]
+        )
+        decoding = {(row["tokens"], row["stage"]): row for row in found["decoding"]}
+        stages = list(dict.fromkeys(stage for _, stage in decoding))
+        columns = [
+            (unit, name, factor, stage)
+            for unit, name, factor in (
+                ("MiB", "cache_bytes", 2**-20),
+                ("tokens/s", "tokens_per_second", 1),
+            )
+            for stage in stages
+        ]
+        costs = (
+            (f"{n:,}", *(f"{factor * decoding[n, s][name]:,.1f}" for _, name, factor, s in columns))
+            for n in dict.fromkeys(n for n, _ in decoding)
+        )
+        runs = "; ".join(
+            f"{name}: {run['tokens']:,} tokens in {run['seconds'] / 60:.0f} min"
+            for name, run in found["runs"].items()
+        )
+        packages = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
+        header = ("model", "loss", "minus source [95% interval]", "gap closed")
+        parts += [
+            f"{title}, {found['rows']} blocks of {settings['block_size']} held-out tokens of "
+            f"`{settings['corpus']}`:",
+            markdown.table(header, rows, left=1),
+            f"![losses, heads, decoding](images/results_convert_{file.parent.name}.png)",
+            "Decoding after a prompt:",
+            markdown.table(
+                ("tokens", *(f"{unit}, {stage}" for unit, _, _, stage in columns)), costs, left=0
+            ),
+            f"Steps only: {runs}. Run on {where['processor']}, {where['cores']} cores, {packages}, "
+            f"commit {where['commit'][:10]}.",
+        ]
+    return "\n\n".join(parts)
+
+
+def main(root: Path) -> None:
+    """Fill the page from the finished conversions below ``root``."""
+    files = sorted(root.glob("convert/*/conversion.json"))
+    if not files:
+        raise SystemExit(f"No finished conversion in {root / 'convert'}.")
+    fill(HERE / "convert.md", {"conversions": conversions(files)})
+    for file in files:
+        figure = file.with_suffix(".png")
+        copy(figure, HERE / "images" / f"results_convert_{file.parent.name}.png")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs"))
