@@ -5,12 +5,15 @@ BIN := $(VENV)/bin
 # Training runs share the cores out themselves.
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint format bench bench-gpu constraints clean
+.PHONY: demo test test-all lint format bench bench-gpu constraints clean
 
 demo: $(VENV)/.run  ## train six variants side by side and report (about 6 minutes on 2 cores)
 	$(BIN)/softmax-rnn compare softmax norm gate linear_elu linear_relu linear_cosine --preset demo --out runs/demo
 
-test: $(VENV)/.dev  ## the test suite
+test: $(VENV)/.dev  ## the tests that need no compiler and no processes, and one case of each that does
+	$(BIN)/python -m pytest -n 2 -m 'not slow'
+
+test-all: $(VENV)/.dev  ## all tests
 	$(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/.dev  ## style, format, types and the layers of imports
