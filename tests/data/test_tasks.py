@@ -8,7 +8,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
@@ -145,7 +145,6 @@ def test_answers_of_other_rows_are_right_by_chance(
     st.lists(st.integers(0, 2**40), min_size=1, max_size=9, unique=True),
     st.randoms(use_true_random=False),
 )
-@settings(deadline=None, max_examples=60)
 def test_rows_depend_on_seed_and_position_alone(case, seed, positions, random) -> None:  # type: ignore[no-untyped-def]
     task = parse_task(*case[:2])
     together = np.stack(task.draw(seed, np.array(positions)), axis=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer, WordPieceTrainer
@@ -72,7 +72,6 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=40, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=3))
 def test_the_bytes_of_documents(name: str, texts: list[str]) -> None:
     tokenizer = TOKENIZERS[name]

@@ -1,65 +1,24 @@
-"""What the fuzz tests share: how many examples, odd values, and what counts as a clear error.
-
-The suite tries a few hundred examples, the same each time. For more, and other ones each time::
-
-    FUZZ_EXAMPLES=10000 pytest tests/fuzz --hypothesis-show-statistics
-
-which shares that number out among the tests; ``--hypothesis-seed`` repeats a run.
-"""
+"""What the fuzz tests share: odd values, damage, and what counts as a clear error."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import math
-import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hypothesis import HealthCheck, currently_in_test_context, event, settings
+from hypothesis import currently_in_test_context, event
 from hypothesis import strategies as st
 
 import softmax_rnn
 from softmax_rnn.data import CorpusError
 
-# Parts in a thousand of all examples; cheap subjects get more.
-SHARES = {
-    "attention": 100,
-    "spec": 80,
-    "variant": 30,
-    "config": 120,
-    "yaml": 120,
-    "manifest": 110,
-    "task": 40,
-    "shards": 60,
-    "journal": 40,
-    "corpus": 120,
-    "prepare": 60,
-    "run": 40,
-    "resume": 20,
-    "options": 20,
-    "command": 40,
-}
-assert sum(SHARES.values()) == 1000
-
-_SECONDS = 20  # of one example; more is a hang
+_SECONDS = 20  # of the processor's time for one example; more is a hang
 _PACKAGE = str(Path(softmax_rnn.__file__).parent)
-
-
-def fuzzed(subject: str) -> settings:
-    """The settings of a subject's test."""
-    asked = os.environ.get("FUZZ_EXAMPLES")
-    return settings(
-        max_examples=math.ceil(int(asked or 300) * SHARES[subject] / 1000),
-        derandomize=asked is None,
-        database=None,
-        deadline=None,  # a hang is ended by a signal; slow moments of a busy machine are none
-        suppress_health_check=list(HealthCheck),
-        print_blob=True,
-    )
 
 
 class Hang(BaseException):
@@ -73,13 +32,13 @@ def time_limit(seconds: float = _SECONDS) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise Hang(f"No result after {seconds} s.")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 class Outcome(NamedTuple):

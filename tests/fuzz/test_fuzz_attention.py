@@ -17,7 +17,7 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from cases import MASKS, Case, Shape, assert_close, make_case
-from fuzzing import fuzzed, time_limit
+from fuzzing import time_limit
 from softmax_rnn.ops.decay import differences, per_key_decay
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.row_sums import compute_dtype, visible, visible_count
@@ -189,7 +189,6 @@ def errors(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return error, largest
 
 
-@fuzzed("attention")
 @given(cases())
 def test_any_attention(drawn: tuple[Case, torch.dtype]) -> None:
     case, dtype = drawn

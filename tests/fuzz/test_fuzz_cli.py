@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuzzing import fuzzed, snapshot, time_limit
+from fuzzing import snapshot, time_limit
 from softmax_rnn import training
 from softmax_rnn.analysis import analyze
 from softmax_rnn.cli import generate
@@ -101,7 +101,6 @@ def _lines(draw: st.DrawFn) -> list[str]:
     return words
 
 
-@fuzzed("command")
 @given(_lines())
 def test_command_lines(place: Path, words: list[str]) -> None:
     before = snapshot(place)

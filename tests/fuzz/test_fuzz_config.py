@@ -11,7 +11,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fuzzing import fuzzed, mutated, outcome, snapshot
+from fuzzing import mutated, outcome, snapshot
 from softmax_rnn import AttentionSpec
 from softmax_rnn.training import PRESETS, RunConfig
 from softmax_rnn.training.config import load_config
@@ -44,7 +44,6 @@ def _check(config: RunConfig, folder: Path) -> None:
     assert all(math.isfinite(number) for number in numbers)
 
 
-@fuzzed("config")
 @given(st.sampled_from(CONFIGS).flatmap(mutated))
 def test_configurations(folder: Path, data: Any) -> None:
     if not isinstance(data, dict):
@@ -144,7 +143,6 @@ yaml_texts = _yaml().map(lambda text: text.encode("utf-8", "surrogatepass")) | s
 )
 
 
-@fuzzed("yaml")
 @given(yaml_texts)
 @example(b"corpus: " + b"[" * 20_000)
 @example(b"corpus: &a [*a]\n")

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import softmax_rnn.data.preparation as preparation
 import softmax_rnn.data.tokenise as tokenise
-from fuzzing import damaged, fuzzed, odd_values, outcome, snapshot
+from fuzzing import damaged, odd_values, outcome, snapshot
 from softmax_rnn.data import prepare as prepare_corpus
 from softmax_rnn.data.readers import documents, read_passages
 from softmax_rnn.data.tokenizer import byte_tokenizer
@@ -126,7 +126,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("corpora")
 
 
-@fuzzed("corpus")
 @given(_files())
 def test_files(folder: Path, made: tuple[str, bytes, list[str] | None, bool]) -> None:
     name, data, expected, fails = made
@@ -175,7 +174,6 @@ def _corpora(draw: st.DrawFn) -> tuple[dict[str, bytes], dict[str, Any]]:
     return files, given_
 
 
-@fuzzed("prepare")
 @given(_corpora(), st.booleans())
 @example(({"a.txt": b"some text\n" * 9}, {"max_tokens": 10**30}), False)
 @example(({"a.txt": b"some text\n" * 9}, {"split_seed": -1}), False)

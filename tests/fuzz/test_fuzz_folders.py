@@ -15,7 +15,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fuzzing import damaged, fuzzed, mutated, outcome, time_limit
+from fuzzing import damaged, mutated, outcome, time_limit
 from made_up import made_up
 from softmax_rnn.cli.main import main
 from softmax_rnn.training import RunConfig, train
@@ -93,7 +93,6 @@ def _changed(draw: st.DrawFn, folder: Path) -> tuple[str, bytes | None]:
     return name, "".join(json.dumps(row) + "\n" for row in lines).encode()
 
 
-@fuzzed("resume")
 @given(data=st.data())
 def test_resume(half: tuple[RunConfig, Path, list[Any]], data: Any) -> None:
     config, original, rows = half
@@ -134,7 +133,6 @@ def _stop(*_: Any, **__: Any) -> None:
     raise OverflowError("as far as this")
 
 
-@fuzzed("options")
 @given(yaml_texts)
 @example(b"attention: " + b"[" * 20_000)
 @example(b"seed: !!bool x\n")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import softmax_rnn.data.preparation as preparation
 import softmax_rnn.data.tokenise as tokenise
-from fuzzing import damaged, fuzzed, mutated, outcome, snapshot
+from fuzzing import damaged, mutated, outcome, snapshot
 from softmax_rnn.data import CorpusError, DocumentRows, PreparedCorpus, Progress, TokenBlocks
 from softmax_rnn.data import prepare as prepare_corpus
 from softmax_rnn.data.tokenizer import byte_tokenizer
@@ -126,7 +126,6 @@ def _manifests(draw: st.DrawFn, manifest: dict[str, Any]) -> bytes:
     return json.dumps(data).encode()
 
 
-@fuzzed("manifest")
 @given(data=st.data())
 def test_manifests(made: Made, tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     text = data.draw(_manifests(made.manifest))
@@ -208,7 +207,6 @@ def test_a_flipped_byte_is_told_where_it_is_read(
         _used(folder, tmp_path / "cache")
 
 
-@fuzzed("shards")
 @given(data=st.data())
 def test_shards(made: Made, tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     names = sorted(name for name in made.files if name != "manifest.json")
@@ -233,7 +231,6 @@ def _halves(draw: st.DrawFn, half: dict[str, bytes]) -> dict[str, bytes]:
     return {**half, name: draw(damaged(half[name]))}
 
 
-@fuzzed("journal")
 @given(data=st.data())
 def test_half_of_a_preparation(
     made: Made, tmp_path_factory: pytest.TempPathFactory, data: Any

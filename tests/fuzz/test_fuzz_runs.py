@@ -17,7 +17,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuzzing import damaged, fuzzed, mutated, outcome, snapshot
+from fuzzing import damaged, mutated, outcome, snapshot
 from made_up import made_up
 from softmax_rnn.experiments.scales import SCALES
 from softmax_rnn.experiments.verdicts import judge, verdict_table
@@ -111,7 +111,6 @@ def _verdicts(root: Path) -> list[dict[str, Any]]:
     return verdict_table(judge({("recall", "mqar-width4"): by_variant(found)}, SCALES["demo"]))
 
 
-@fuzzed("run")
 @given(data=st.data())
 def test_runs(runs: Path, data: Any) -> None:
     file, content = data.draw(_damages(runs / "whole"))

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fuzzing import fuzzed, mutated, outcome, time_limit
+from fuzzing import mutated, outcome, time_limit
 from softmax_rnn import AttentionSpec, forms, variant, variants
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.variants import DECAY_SUFFIX, FAMILIES
@@ -31,7 +31,6 @@ def _check(spec: AttentionSpec) -> None:
     assert isinstance(spec.is_quotient, bool)
 
 
-@fuzzed("spec")
 @given(st.sampled_from(SPECS).flatmap(mutated))
 @example({"epsilon": 10**400})
 @example({"series": "power", "order": 10**9})
@@ -56,7 +55,6 @@ _NAMES = st.one_of(
 )
 
 
-@fuzzed("variant")
 @given(_NAMES, st.one_of(st.none(), st.integers(), st.booleans(), st.floats()))
 @example("taylor:" + "9" * 5000, None)
 def test_names_of_variants(name: str, order: Any) -> None:

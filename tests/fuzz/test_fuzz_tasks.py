@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fuzzing import fuzzed, outcome
+from fuzzing import outcome
 from softmax_rnn.data import TaskCorpus, TaskRows, parse_task
 from softmax_rnn.data.rows import IGNORED
 from softmax_rnn.data.tasks import TASKS
@@ -34,7 +34,6 @@ def _texts(draw: st.DrawFn) -> str:
     return f"task:{name}{mark if pairs else ''}{'&'.join(pairs)}"
 
 
-@fuzzed("task")
 @given(_texts(), _LENGTHS, _SEEDS, _STARTS)
 @example("task:mqar?settings=32x2,64x4&test=96x4", 64, 0, 0)
 @example("task:mqar?writes=2&pairs=4&power=1e99", 64, 2**32 - 1, 2**62)

@@ -7,7 +7,7 @@ from itertools import combinations_with_replacement
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -59,7 +59,6 @@ def test_monomials_are_all_products_in_order_with_their_multiplicities(
         assert count == math.factorial(len(indices)) / repeats
 
 
-@settings(max_examples=50, deadline=None)
 @given(**SMALL)
 def test_kronecker_powers_and_monomials_give_powers_of_the_inner_product(
     width: int, degree: int, seed: int
@@ -74,7 +73,6 @@ def test_kronecker_powers_and_monomials_give_powers_of_the_inner_product(
     torch.testing.assert_close((counts * columns[0]) @ columns[1], expected)
 
 
-@settings(max_examples=30, deadline=None)
 @given(**SMALL, length=st.integers(1, 9))
 def test_the_gradient_of_monomials(width: int, degree: int, seed: int, length: int) -> None:
     x = normal(2, width, length, seed=seed).requires_grad_()
@@ -90,7 +88,6 @@ def test_the_gradient_of_monomials(width: int, degree: int, seed: int, length: i
         torch.testing.assert_close(found, expected)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     width=st.integers(1, 4),
     order=st.integers(0, 4),

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import softmax_rnn as sr
@@ -148,7 +148,6 @@ def test_layouts(name: str, layout: str) -> None:
             assert_close(found, expected, TOLERANCE[dtype], f"{form} {dtype}")
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     spec=specs(),
     causal=st.booleans(),

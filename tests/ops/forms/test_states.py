@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -67,7 +67,6 @@ def in_pieces(case: Case, cuts: Sequence[int], form: str, dtype: torch.dtype) ->
     return case.run(attend, dtype)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     series=st.sampled_from(["taylor", "power", "polynomial"]),
     order=st.integers(0, 10),
