@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Training runs share the cores out themselves.
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-all lint format bench bench-gpu constraints clean
+.PHONY: demo test test-all fuzz lint format bench bench-gpu constraints clean
 
 demo: $(VENV)/.run  ## train six variants side by side and report (about 6 minutes on 2 cores)
 	$(BIN)/softmax-rnn compare softmax norm gate linear_elu linear_relu linear_cosine --preset demo --out runs/demo
@@ -15,6 +15,10 @@ test: $(VENV)/.dev  ## the tests that need no compiler and no processes, and one
 
 test-all: $(VENV)/.dev  ## all tests
 	$(BIN)/python -m pytest -n 2
+
+SECONDS ?= 120
+fuzz: $(VENV)/.dev  ## property tests with fresh examples: make fuzz SECONDS=600, and SEED=1 to repeat
+	$(BIN)/python -m pytest -m hypothesis --fuzz $(SECONDS) $(SEED:%=--hypothesis-seed=%)
 
 lint: $(VENV)/.dev  ## style, format, types and the layers of imports
 	$(BIN)/ruff check .

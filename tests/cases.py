@@ -158,8 +158,12 @@ class Case:
 
     @property
     def forms(self) -> list[str]:
-        """The forms that can compute it: those with a state take masks of keys alone."""
-        q, k, v = (self.tensors[name].float() for name in "qkv")
+        """The forms that can compute it in float32 (and in float64)."""
+        return self.forms_of(torch.float32)
+
+    def forms_of(self, dtype: torch.dtype) -> list[str]:
+        """The forms that can compute it in a type: those with a state take masks of keys alone."""
+        q, k, v = (self.tensors[name].to(dtype) for name in "qkv")
         mask = checked_mask(self.mask, q, k)
         keys_alone = mask is None or all(size == 1 for size in mask.shape[-3:-1])
         decay = per_key_decay(self.tensors.get("log_decay"), k, mask)

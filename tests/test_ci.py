@@ -10,6 +10,7 @@ import pytest
 
 RUN = Path(__file__).parents[1] / ".ci" / "run"
 ROOT, NOBODY = "echo 0", "echo 1000"
+TARGETS = ["make test-all", "make fuzz SECONDS=120", "make lint"]
 INSTALLS = 'echo "apt-get $*" >> "$LOG"; echo chatter'
 
 
@@ -35,10 +36,10 @@ def test_a_browser_is_installed_where_it_can_be(
     assert ended.returncode == 0
     assert ended.stdout.startswith(said)
     assert ended.stdout.count("\n") == bool(said)
-    assert (tmp_path / "log").read_text().splitlines() == [*done, "make test", "make lint"]
+    assert (tmp_path / "log").read_text().splitlines() == [*done, *TARGETS]
 
 
-@pytest.mark.parametrize("target", ["test", "lint"])
+@pytest.mark.parametrize("target", ["test-all", "fuzz", "lint"])
 def test_it_fails_where_a_target_does(target: str, tmp_path: Path) -> None:
     ended = run(tmp_path, {"chromium": "", "make": f"[ $1 != {target} ] || exit 2"})
     assert ended.returncode == 2

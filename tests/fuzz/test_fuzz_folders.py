@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fuzzing import damaged, mutated, outcome, time_limit
@@ -93,6 +93,7 @@ def _changed(draw: st.DrawFn, folder: Path) -> tuple[str, bytes | None]:
     return name, "".join(json.dumps(row) + "\n" for row in lines).encode()
 
 
+@settings(max_examples=6)  # they are slow
 @given(data=st.data())
 def test_resume(half: tuple[RunConfig, Path, list[Any]], data: Any) -> None:
     config, original, rows = half
@@ -133,6 +134,7 @@ def _stop(*_: Any, **__: Any) -> None:
     raise OverflowError("as far as this")
 
 
+@settings(max_examples=6)  # they are slow
 @given(yaml_texts)
 @example(b"attention: " + b"[" * 20_000)
 @example(b"seed: !!bool x\n")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuzzing import damaged, mutated, outcome, snapshot
@@ -111,6 +111,7 @@ def _verdicts(root: Path) -> list[dict[str, Any]]:
     return verdict_table(judge({("recall", "mqar-width4"): by_variant(found)}, SCALES["demo"]))
 
 
+@settings(max_examples=12)  # they are slow
 @given(data=st.data())
 def test_runs(runs: Path, data: Any) -> None:
     file, content = data.draw(_damages(runs / "whole"))
