@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from quick import first_quick
 from softmax_rnn._utils import processes
 
 TELL = "import os, sys; print(os.getsid(0) == os.getpid(), 'torch' in sys.modules, flush=True)"
@@ -24,7 +25,7 @@ def run(code: str, log: Path, *, fork: bool = True, **variables: str) -> BasePro
     )
 
 
-@pytest.mark.parametrize("fork", [True, False])
+@pytest.mark.parametrize("fork", first_quick([True, False]))
 def test_its_output_its_variables_and_its_exit_code(fork: bool, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("before\n")

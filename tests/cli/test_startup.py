@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from made_up import made_up
+from quick import first_quick
 from softmax_rnn.cli.extras import EXTRAS, OF_TRAIN, install_hint
 from softmax_rnn.cli.parser import COMMANDS
 
@@ -85,14 +86,16 @@ def command(servers: Callable[..., Any], tmp_path: Path) -> Command:
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [
-        (["--help"], 0),
-        (["train", "--help"], 0),
-        (["compare", "--help"], 0),
-        (["reproduce", "--help"], 0),
-        (["tarin"], 2),
-        (["compare", "--stepz", "3"], 2),
-    ],
+    first_quick(
+        [
+            (["--help"], 0),
+            (["train", "--help"], 0),
+            (["compare", "--help"], 0),
+            (["reproduce", "--help"], 0),
+            (["tarin"], 2),
+            (["compare", "--stepz", "3"], 2),
+        ]
+    ),
 )
 def test_help_and_mistakes_import_nothing_slow(
     words: list[str], code: int, command: Command
@@ -117,18 +120,20 @@ def test_with_the_base_alone_the_extra_is_named(
 
 @pytest.mark.parametrize(
     ("words", "missing", "extra"),
-    [
-        (["compare", "softmax"], "matplotlib", "report"),
-        (["compare", "softmax"], "pandas", "report"),  # which brings it: one step, not two
-        (["reproduce", "figure4", "--dry-run"], "scipy", "report"),
-        (["report", "runs"], "plotly", "report"),
-        (["claims", "runs"], "jinja2", "report"),
-        (["analyze", "runs/norm-0"], "matplotlib", "report"),
-        (["train"], "transformers", "train"),
-        (["generate", "runs", "--prompt", "a"], "tokenizers", "train"),
-        (["evaluate", "runs", "--tasks", "a"], "lm_eval", "evaluate"),
-        (["compare", "softmax", "--cluster", "slurm"], "submitit", "cluster"),
-    ],
+    first_quick(
+        [
+            (["compare", "softmax"], "matplotlib", "report"),
+            (["compare", "softmax"], "pandas", "report"),  # which brings it: one step, not two
+            (["reproduce", "figure4", "--dry-run"], "scipy", "report"),
+            (["report", "runs"], "plotly", "report"),
+            (["claims", "runs"], "jinja2", "report"),
+            (["analyze", "runs/norm-0"], "matplotlib", "report"),
+            (["train"], "transformers", "train"),
+            (["generate", "runs", "--prompt", "a"], "tokenizers", "train"),
+            (["evaluate", "runs", "--tasks", "a"], "lm_eval", "evaluate"),
+            (["compare", "softmax", "--cluster", "slurm"], "submitit", "cluster"),
+        ]
+    ),
 )
 def test_a_command_names_the_extra_that_it_lacks(
     words: list[str],

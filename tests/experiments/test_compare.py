@@ -168,6 +168,7 @@ def test_a_signal_is_passed_on_to_the_runs(
     assert [job.poll() for job in jobs] == [-signal.SIGTERM] * 2
 
 
+@pytest.mark.slow
 def test_the_second_signal_ends_the_runs_at_once(texts: Path, tmp_path: Path) -> None:
     """Even if the runs do not react to the first signal."""
     words = ["compare", "softmax", *_settings(tiny(texts), tmp_path)]
@@ -237,6 +238,7 @@ def _settings(config: RunConfig, path: Path) -> list[str]:
     return ["--config", str(path / "config.yaml"), "--out", str(path / "out")]
 
 
+@pytest.mark.slow
 def test_a_comparison_resumes_after_a_signal(texts: Path, tmp_path: Path) -> None:
     """SIGTERM saves the runs; the resumed runs equal uninterrupted ones."""
     # So many steps that the signal comes before the last one on a busy machine, too.

@@ -128,6 +128,7 @@ KILLS = {
 }
 
 
+@pytest.mark.slow
 def test_a_conversion_killed_in_each_stage_goes_on_to_the_same_weights(
     source: Path, corpus: Path, calm: Path, tmp_path: Path
 ) -> None:
@@ -162,6 +163,7 @@ def _terminated() -> None:
     Loop.gradients = gradients  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes would want two GPUs")
 def test_two_processes_train_the_stages_one_at_a_time(
     source: Path, corpus: Path, calm: Path, tmp_path: Path

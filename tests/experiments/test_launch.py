@@ -59,6 +59,7 @@ def test_a_job_that_is_stopped_early_is_requeued(texts: Path, tmp_path: Path) ->
     assert again.function is work  # which resumes: the folder says where
 
 
+@pytest.mark.slow
 def test_a_preempted_job_saves_and_resumes_by_itself(texts: Path, tmp_path: Path) -> None:
     """After submitit's signal there is a checkpoint of the step that was running.
 
@@ -89,6 +90,7 @@ def test_a_preempted_job_saves_and_resumes_by_itself(texts: Path, tmp_path: Path
     assert list(folder.metrics.step) == list(range(1, 201))
 
 
+@pytest.mark.slow
 def test_how_jobs_end_is_told(
     texts: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +110,7 @@ def test_how_jobs_end_is_told(
         run_all(stopped, root, cluster="slurm", console=console)
 
 
+@pytest.mark.slow
 def test_of_several_processes_the_one_that_failed_is_shown(tmp_path: Path) -> None:
     executor = submitit.LocalExecutor(tmp_path / "jobs")
     executor.update_parameters(timeout_min=2, tasks_per_node=2)

@@ -15,6 +15,7 @@ from torch import Tensor, distributed
 
 import softmax_rnn as sr
 from cases import WIDENED, Case, Shape, assert_close, make_case
+from quick import first_quick
 from softmax_rnn._utils import processes
 from softmax_rnn.ops.context_parallel import context_parallel_attention, previous_tail
 
@@ -92,7 +93,7 @@ def tail(rank: int) -> tuple[Tensor, Tensor]:
     return found.detach(), x.grad
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=first_quick([2, 4]))
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     count, path = request.param, tmp_path_factory.mktemp("ranks")
     with socket.socket() as free:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from processes import Case, ended
+from quick import first_quick
 from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn.training.checkpoint import load_trained
 from softmax_rnn.training.folder import RunFolder
@@ -66,14 +67,16 @@ def same(here: RunFolder, there: RunFolder) -> None:
 
 @pytest.mark.parametrize(
     ("attention", "fields"),
-    [
-        ("softmax", {}),
-        ("gate", {"fsdp": True}),
-        ("linear_elu", {"packing": "documents"}),
-        ("norm_rms", {"fsdp": True, "accumulation": 2}),
-        ("taylor:2", {"context_parallel": 2, "layer": {"short_convolution": 3}}),
-        ("forgetting", {"context_parallel": 2, "packing": "documents", "fsdp": True}),
-    ],
+    first_quick(
+        [
+            ("softmax", {}),
+            ("gate", {"fsdp": True}),
+            ("linear_elu", {"packing": "documents"}),
+            ("norm_rms", {"fsdp": True, "accumulation": 2}),
+            ("taylor:2", {"context_parallel": 2, "layer": {"short_convolution": 3}}),
+            ("forgetting", {"context_parallel": 2, "packing": "documents", "fsdp": True}),
+        ]
+    ),
 )
 def test_two_processes_are_as_good_as_one(
     calm: Case, tmp_path: Path, attention: str, fields: dict[str, object]
@@ -84,6 +87,7 @@ def test_two_processes_are_as_good_as_one(
     same(one.folder, pair.folder)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(calm: Case, tmp_path: Path) -> None:
     one = make(calm, tmp_path / "one", 1, attention="gate")
     for name, processes, sharded in (("two", 2, False), ("shards", 2, True)):
@@ -101,6 +105,7 @@ def test_a_run_goes_on_with_another_number_of_processes(calm: Case, tmp_path: Pa
         same(one.folder, back.folder)
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_shared_is_named(calm: Case, tmp_path: Path) -> None:
     config = replace(calm.config, batch_size=3)
     case = replace(calm, folder=RunFolder(tmp_path / "run"), config=config)

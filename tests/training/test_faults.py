@@ -25,6 +25,7 @@ import softmax_rnn.data.preparation as preparation
 import softmax_rnn.data.tokenise as tokenise
 import softmax_rnn.training.stopping as stopping
 from processes import NO_MOUNT, Case, at_batch, at_step, difference, ended, fill, half, kill, mount
+from quick import first_quick
 from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.loop import Loop
@@ -318,7 +319,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", first_quick(FAULTS))
 def test_faults_are_told_and_survived(name: str, calm: Case, tmp_path: Path) -> None:
     fault = FAULTS[name]
     corpus = shutil.copytree(calm.corpus, tmp_path / "corpus")

@@ -73,6 +73,7 @@ def pair(
     return [ended(process) for process in both]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes would want two GPUs")
 def test_processes_of_one_run_stop_together(calm: Case, tmp_path: Path) -> None:
     """A signal that one of them gets stops both after the same step, and nothing is lost."""
@@ -92,6 +93,7 @@ def test_processes_of_one_run_stop_together(calm: Case, tmp_path: Path) -> None:
         assert not difference(cases[0].folder, case.folder)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes would want two GPUs")
 @pytest.mark.parametrize(
     ("rank", "sharded"), [(0, False), (1, False), (1, True)], ids=["first", "second", "sharded"]
@@ -112,6 +114,7 @@ def test_what_fails_in_one_process_fails_in_all(
     assert not list(case.folder.path.glob(".*"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes would want two GPUs")
 def test_a_folder_in_use_is_told_to_all_processes(calm: Case, tmp_path: Path) -> None:
     """Only the first of them looks."""
@@ -124,6 +127,7 @@ def test_a_folder_in_use_is_told_to_all_processes(calm: Case, tmp_path: Path) ->
     assert "error: Another process of this run failed; it reports why." in told
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments(calm: Case, tmp_path: Path) -> None:
     """The script of benchmarks, small: the moments are other ones every time."""
     config = replace(calm.config, steps=160, save_every=8, evaluate_every=80)

@@ -151,6 +151,7 @@ def test_second_derivatives_are_refused(wrt: str) -> None:
         torch.autograd.grad(first.square().sum(), inputs[wrt])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["window_decay", "power_channel"])
 def test_compiled_it_is_one_graph(name: str) -> None:
     """While tracing no decay is read, so that no key is skipped for it."""

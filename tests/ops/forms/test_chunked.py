@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import softmax_rnn as sr
 from cases import WIDENED, Case, Shape, assert_close, make_case
+from quick import first_quick
 from softmax_rnn.ops.forms import chunk_step, native_library
 from softmax_rnn.ops.forms.native_library import VARIABLE
 from softmax_rnn.ops.forms.torch_chunks import TorchChunks
@@ -60,7 +61,7 @@ def check(case: Case, attend: Callable[..., Tensor] = sr.attention) -> None:
     assert_close(case.run(attend, form="chunked"), expected, 1e-10, str(case.spec))
 
 
-@pytest.mark.parametrize("name", ["odd", "power", "constant", "token", "channel"])
+@pytest.mark.parametrize("name", first_quick(["odd", "power", "constant", "token", "channel"]))
 def test_compiled_steps(compile_steps: Compile, name: str) -> None:
     """Grouped queries, a shorter last chunk, keys before the queries, states between pieces."""
     compile_steps("aot_eager")
@@ -73,6 +74,7 @@ def test_compiled_steps(compile_steps: Compile, name: str) -> None:
     assert_close(pieces, case.run(sr.attention, form="dense"), 1e-10, name)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler on a CPU")
 @pytest.mark.parametrize("name", ["taylor", "token"])
 def test_steps_compiled_by_inductor(compile_steps: Compile, name: str) -> None:
@@ -163,6 +165,7 @@ def test_the_operators_are_well_formed_with_decays_and_coefficients(decay: str) 
     library.opcheck(torch.ops.softmax_rnn.chunked_sums, (*inputs, *plan))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["token", "channel"])
 def test_decays_and_coefficients_in_a_compiled_model(name: str) -> None:
     graph = torch.compile(sr.attention, fullgraph=True, backend="aot_eager")

@@ -215,6 +215,7 @@ def test_the_interpreter_is_for_tests(device: str, monkeypatch: pytest.MonkeyPat
     assert sr.attention(x, x, x, TAYLOR, form="chunked").isfinite().all()
 
 
+@pytest.mark.slow
 def test_the_kernels_compile(tmp_path: Path) -> None:
     """Within registers and shared memory; benchmarks/kernels.py compiles all of them."""
     pytest.importorskip("triton.backends.nvidia")

@@ -255,6 +255,7 @@ def test_what_is_not_a_number_stays_seen(spec: AttentionSpec, device: str) -> No
     assert out.isnan().any(-1).flatten().tolist() == [False, False, True, False, False]
 
 
+@pytest.mark.slow
 def test_the_kernels_compile(tmp_path: Path) -> None:
     """For two generations of GPUs, of which none need be here, within their memory on the chip."""
     pytest.importorskip("triton.backends.nvidia")
