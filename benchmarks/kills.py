@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import sys
@@ -89,13 +90,12 @@ def killed(config: RunConfig, folder: RunFolder, kills: int, seed: int) -> Count
     draw.shuffle(moments)
     for number, kind in enumerate(moments[:kills]):
         left = _parts(folder)
+        reached = _saving(folder, left) if kind == "saving" else _rows_written(folder)
         process, began = training(config, folder), time.monotonic()
-        if kind == "starting":
-            time.sleep(draw.uniform(0, started))
-        else:
-            reached = _rows_written(folder) if kind == "training" else _saving(folder, left)
-            while process.is_alive() and not reached():
-                time.sleep(_POLL)
+        at_most = draw.uniform(0, started) if kind == "starting" else math.inf
+        while process.is_alive() and not reached() and time.monotonic() - began < at_most:
+            time.sleep(_POLL)
+        if kind != "starting":
             started = time.monotonic() - began
             time.sleep(draw.uniform(0, 0.1))
         process.kill()

@@ -25,10 +25,18 @@ from softmax_rnn.data.tokenizer import byte_tokenizer
 SMALL: dict[str, Any] = {"shard_tokens": 4000, "test_fraction": 0.1, "workers": 1}
 
 
-def prepare_slowly(corpus: str, cache: Path, seconds: float, workers: int) -> None:
-    """In a process of its own, to be killed."""
-    options: dict[str, Any] = {**SMALL, "cache": cache, "workers": workers}
-    prepare(corpus, byte_tokenizer(), progress=lambda _: time.sleep(seconds), **options)
+STRETCHES = ".*/stretch-*.json"
+
+
+def prepare_slowly(corpus: str, cache: Path, seconds: float, most: int) -> None:
+    """In a process of its own; after more than ``most`` stretches it waits to be killed."""
+
+    def progress(_: Progress) -> None:
+        time.sleep(seconds)
+        while len(list(cache.glob(STRETCHES))) > most:
+            time.sleep(1)
+
+    prepare(corpus, byte_tokenizer(), progress=progress, cache=cache, **SMALL)
 
 
 def start(*args: Any) -> Any:
@@ -108,16 +116,16 @@ def test_killed_three_times_is_undisturbed_whatever_the_workers(rows: Path, tmp_
     stamps: dict[str, int] = {}
     done = 0
     for kill in range(3):
-        process = start(str(rows), cache, 0.02, 1)
         wanted = done + 2
-        while process.is_alive() and len(list(cache.glob(".*/stretch-*.json"))) < wanted:
+        process = start(str(rows), cache, 0.02, wanted)
+        while process.is_alive() and len(list(cache.glob(STRETCHES))) < wanted:
             time.sleep(0.001)
         time.sleep(0.03 * kill)  # in the middle of the next shard
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL
         assert not list(cache.glob("corpus-*"))
-        records = [json.loads(path.read_text()) for path in cache.glob(".*/stretch-*.json")]
+        records = [json.loads(path.read_text()) for path in cache.glob(STRETCHES)]
         names = [
             found["name"] for r in records for split in r["shards"].values() for found in split
         ]
@@ -339,7 +347,7 @@ def test_progress_of_a_corpus_at_scale(rows: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("scale")
 def test_two_at_once_make_one(rows: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    for process in [start(str(rows), cache, 0.01, 1) for _ in range(2)]:
+    for process in [start(str(rows), cache, 0.01, 10**9) for _ in range(2)]:
         process.join()
         assert process.exitcode == 0
     folder = next(cache.glob("corpus-*"))

@@ -44,7 +44,7 @@ def test_runs_as_jobs(
     texts: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = submitit.LocalExecutor(tmp_path / "jobs")
-    executor.update_parameters(timeout_min=2)
+    executor.update_parameters(timeout_min=10)
     monkeypatch.setattr(scheduler, "launcher", lambda *_: ClusterLauncher(executor, slots=1))
     root = tmp_path / "runs"
     runs = compare_configs(["norm"], [0], tiny(texts, steps=4), root)
@@ -96,7 +96,7 @@ def test_how_jobs_end_is_told(
 ) -> None:
     """A stopped job can be resumed; for a failed job the end of its log is shown."""
     executor = submitit.LocalExecutor(tmp_path / "jobs")
-    executor.update_parameters(timeout_min=2)
+    executor.update_parameters(timeout_min=10)
     cluster = ClusterLauncher(executor, slots=2)
     monkeypatch.setattr(scheduler, "launcher", lambda *_: cluster)
     root = tmp_path / "runs"
@@ -113,7 +113,7 @@ def test_how_jobs_end_is_told(
 @pytest.mark.slow
 def test_of_several_processes_the_one_that_failed_is_shown(tmp_path: Path) -> None:
     executor = submitit.LocalExecutor(tmp_path / "jobs")
-    executor.update_parameters(timeout_min=2, tasks_per_node=2)
+    executor.update_parameters(timeout_min=10, tasks_per_node=2)
     job = ClusterJob(executor.submit(fail_in_one, OTHER_FAILED))
     while job.poll() is None:
         time.sleep(0.05)
