@@ -21,9 +21,13 @@ def made_up(
     loss: float,
     split: str = "a",
     accuracy: float | None = None,
+    every: int = 50,
     **fields: Any,
 ) -> RunFolder:
-    """A finished run's folder whose losses end near ``loss``, and accuracies near ``accuracy``."""
+    """A finished run's folder whose losses end near ``loss``, and accuracies near ``accuracy``.
+
+    It is evaluated ``every`` so many of its 200 steps, and at the last one.
+    """
     folder = RunFolder(root / f"{attention}-{seed}")
     folder.path.mkdir(parents=True)
     RunConfig(attention=attention, seed=seed, **fields).save(folder.config_file)
@@ -37,7 +41,7 @@ def made_up(
             folder.metrics_file,
             {**row, "learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_second": 1e4},
         )
-        if step % 50 == 0:
+        if step % every == 0 or step == 200:
             row = {"step": step, "tokens": step * 2048, "test_loss": loss + 6 / step}
             if accuracy is not None:
                 row["test_accuracy"] = accuracy * step / 200

@@ -93,6 +93,26 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def opened(chromium: Browser, written: Path) -> Iterator[Page]:
+    yield from _opened(chromium, written)
+
+
+@pytest.fixture
+def short(chromium: Browser, tmp_path: Path) -> Iterator[Page]:
+    """A page of runs with three evaluations, and of runs with one."""
+    sections = []
+    for every in (70, 200):
+        runs = [
+            made_up(tmp_path / str(every), name, seed, loss, every=every)
+            for name, loss in VARIANTS.items()
+            for seed in (0, 1, 2)
+        ]
+        sections.append(Section(f"every {every}", runs, results(runs)))
+    path = tmp_path / "report.html"
+    path.write_text(page(sections, tmp_path), encoding="utf-8")
+    yield from _opened(chromium, path)
+
+
+def _opened(chromium: Browser, written: Path) -> Iterator[Page]:
     """The page, loaded without a network; at the end it must have gone without a complaint."""
     context = chromium.new_context(offline=True, viewport={"width": 1280, "height": 900})
     context.set_default_timeout(_PATIENCE)
@@ -259,3 +279,45 @@ def test_a_phone_never_scrolls_sideways(opened: Page) -> None:
     for details in opened.locator("details").all():
         details.evaluate("element => element.open = true")
     assert opened.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_tables_scroll_in_their_boxes_and_keep_the_names_in_view(opened: Page, width: int) -> None:
+    opened.set_viewport_size({"width": width, "height": 900})
+    for details in opened.locator("details").all():
+        details.evaluate("element => element.open = true")
+    assert opened.evaluate("document.documentElement.scrollWidth") <= width
+    scrolled = 0
+    for box in opened.locator(".wide").all():
+        left, inner, outer = box.evaluate("e => [e.offsetLeft, e.scrollWidth, e.clientWidth]")
+        assert left + outer <= width
+        scrolled += inner > outer
+        box.evaluate("element => element.scrollLeft = element.scrollWidth")
+        for row in (box.locator("thead tr"), box.locator("tbody tr").last):
+            first, last = (row.locator("th, td").nth(n).bounding_box() for n in (0, -1))
+            assert first is not None
+            assert last is not None
+            assert first["x"] == pytest.approx(left, abs=1)
+            assert last["x"] + last["width"] <= left + outer + 1
+            # Nothing shows through the name, and it is above what passes below it.
+            top = row.locator("th").first.evaluate(
+                "e => { const box = e.getBoundingClientRect(); e.scrollIntoView({block: 'center'});"
+                " const at = e.getBoundingClientRect();"
+                " return [getComputedStyle(e).backgroundColor, e.contains("
+                "document.elementFromPoint(at.right - 2, (at.top + at.bottom) / 2))]; }"
+            )
+            assert top == ["rgb(255, 255, 255)", True]
+    assert scrolled >= (5 if width == 390 else 0)  # what fits on a laptop depends on its fonts
+
+
+def test_short_runs_have_lines(short: Page) -> None:
+    """Three evaluations are joined; a single one has a line across the plot at its height."""
+    for place, lines in ((0, 3), (1, 6)):
+        expect_lines(short, lines, "test", place)
+        plot = short.locator(".place").nth(place).locator(".plot[data-split=test]")
+        drawn = plot.locator("path.js-line").evaluate_all("all => all.map(e => e.getBBox().width)")
+        room = plot.evaluate("element => element._fullLayout.xaxis._length")
+        assert sum(width > room / 2 for width in drawn) == 3
+    captions = short.locator("figcaption").all_inner_texts()
+    told = ["A horizontal line is the value of a single evaluation." in words for words in captions]
+    assert told == [False, True]

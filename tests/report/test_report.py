@@ -25,7 +25,7 @@ from softmax_rnn.report.html import Section, page
 from softmax_rnn.report.outputs import find_runs, report
 from softmax_rnn.report.states import _shifts
 from softmax_rnn.report.style import style, styles
-from softmax_rnn.report.table import cells, results, rich_table
+from softmax_rnn.report.table import cells, conclusion, results, rich_table
 from softmax_rnn.training.folder import RunFolder
 
 
@@ -72,6 +72,15 @@ def test_an_interval_of_one_seed_says_that_it_covers_test_blocks_only(tmp_path: 
         assert differences["gate"] in shown
         assert "comes from a single seed" in shown
     assert rich_table(results(runs[:4])).caption is None
+
+
+def test_the_sentence_is_above_every_table(runs: list[RunFolder], tmp_path: Path) -> None:
+    table, _ = report(runs, tmp_path)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(rich_table(table))
+    for shown in (console.export_text(), (tmp_path / "report.html").read_text()):
+        words = " ".join(shown.split())
+        assert words.index(conclusion(table)) < words.index("minus softmax [95%")
 
 
 def test_orders_stand_by_number(tmp_path: Path) -> None:

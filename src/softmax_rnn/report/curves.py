@@ -99,12 +99,18 @@ def single_seeds(seeds: NDArray[np.float64]) -> NDArray[np.float64]:
     return seeds if 1 < len(seeds) < MIN_SEEDS else seeds[:0]
 
 
-def note(seeds: Iterable[int], single: str = "Thin lines", band: str = "Bands") -> str:
-    """How a figure shows seeds, given the number of seeds of each variant."""
+def note(
+    seeds: Iterable[int], single: str = "Thin lines", band: str = "Bands", levels: bool = False
+) -> str:
+    """How a figure shows seeds, given the number of seeds of each variant.
+
+    ``levels`` is for curves of a single evaluation, which are drawn as horizontal lines.
+    """
     counts = set(seeds)
+    words = ["A horizontal line is the value of a single evaluation."] if levels else []
     if counts == {1}:
-        return "One seed per variant."
-    words = ["Lines are means over seeds."]
+        return " ".join([*words, "One seed per variant."])
+    words.append("Lines are means over seeds.")
     if any(1 < count < MIN_SEEDS for count in counts):
         words.append(f"{single} are single seeds.")
     if max(counts) >= MIN_SEEDS:

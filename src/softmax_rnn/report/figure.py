@@ -39,7 +39,8 @@ def draw(runs: Sequence[RunFolder], folder: Path) -> list[Path]:
         axes[0].set_ylim(*log_limits([line for lines in drawn.values() for line in lines]))
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper", title="final test loss")
-        explain(figure, note(len(line.seeds) for line in drawn["test"]))
+        levels = any(len(line.tokens) == 1 for line in drawn["test"])
+        explain(figure, note((len(line.seeds) for line in drawn["test"]), levels=levels))
         return save(figure, folder / "figure")
 
 
@@ -73,6 +74,8 @@ def panel(ax: Axes, lines: list[Curve], title: str) -> None:
             markersize=3,
             label=f"{line.variant}  {line.last:.3f}",
         )
+        if len(line.tokens) == 1:  # a single value has no curve: a line shows its height
+            ax.axhline(line.mean[0], color=look.color, linestyle=look.dashes, linewidth=0.8)
         for losses in line.single:
             ax.plot(line.tokens / 1e6, losses, color=look.color, linewidth=0.6, alpha=0.6)
         if line.has_band:

@@ -20,7 +20,7 @@ from softmax_rnn.data.tasks import is_task
 from softmax_rnn.report.curves import Curve, curves, note, train_curve
 from softmax_rnn.report.figure import log_limits
 from softmax_rnn.report.style import Style, styles
-from softmax_rnn.report.table import by_variant, cells, interval_note, label
+from softmax_rnn.report.table import by_variant, cells, conclusion, interval_note, label
 from softmax_rnn.training.folder import RunFolder
 
 _MAX_POINTS = 400  # of a training curve: a screen shows no more
@@ -67,13 +67,15 @@ def page(
 
 def _section(section: Section, folder: Path) -> dict[str, Any]:
     header, *rows = cells(section.table)
+    drawn = _curves(section.runs)
     return {
         "title": section.title,
         "header": header,
         "rows": rows,
+        "conclusion": conclusion(section.table),
         "note": interval_note(section.table),
-        "lines": note(section.table.seeds),
-        "curves": _curves(section.runs),
+        "lines": note(section.table.seeds, levels=_has_levels(drawn)),
+        "curves": drawn,
         "runs": [
             {
                 "name": f"{label(run)}, seed {run.config.seed}",
@@ -85,6 +87,10 @@ def _section(section: Section, folder: Path) -> dict[str, Any]:
             for run in section.runs
         ],
     }
+
+
+def _has_levels(drawn: Mapping[str, Any]) -> bool:
+    return any(len(curve["tokens"]) == 1 for curve in drawn["test"][0])
 
 
 def _curves(runs: Sequence[RunFolder]) -> dict[str, Any]:

@@ -61,8 +61,9 @@ def paired_difference(
         raise ValueError(f"Losses of shapes {losses.shape} and {reference.shape} cannot be paired.")
     difference = losses - reference
     mean = float(difference.mean())
-    over = "seeds and test blocks" if len(difference) > 1 else BLOCKS_ONLY
-    half = float(half_width(mean_squares(difference), *difference.shape, confidence))
+    seeds, blocks = difference.shape
+    over = "seeds and test blocks" if seeds > 1 else BLOCKS_ONLY
+    half = float(half_width(mean_squares(difference), seeds, blocks, confidence))
     return Difference(mean, mean - half, mean + half, over)
 
 

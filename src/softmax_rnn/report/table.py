@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from rich.table import Table
+from rich.text import Text
 
 from softmax_rnn.data.tasks import is_task
 from softmax_rnn.ops.spec import AttentionSpec
@@ -218,9 +219,61 @@ def interval_note(table: pd.DataFrame) -> str:
     )
 
 
+def conclusion(table: pd.DataFrame) -> str:
+    """Who is better than softmax, by how much and how surely, in one sentence.
+
+    A variant is better or worse if the 95% interval of its difference excludes 0.
+
+    Args:
+        table: that of ``results``.
+    """
+    found = table[table.difference.notna()].sort_values("difference")
+    if found.empty:
+        return f"No variant shares a seed with {REFERENCE}: no difference can be judged."
+    alone = found.interval_over == BLOCKS_ONLY
+    if alone.all():
+        best = found.iloc[0]
+        names = (best.variant, REFERENCE) if best.difference < 0 else (REFERENCE, best.variant)
+        return (
+            f"One seed decides nothing: in it {names[0]} has the lowest test loss, "
+            f"{abs(best.difference):.4f} nats per token below that of {names[1]}."
+        )
+    better, worse = found[~alone & (found.high < 0)], found[~alone & (found.low > 0)]
+    unclear = found[~alone & (found.low <= 0) & (found.high >= 0)]
+    parts = [
+        f"{group.variant.iloc[0]} is {word} than {REFERENCE} by {_by(group.iloc[0])}"
+        + (f", and {_names(group[1:])} by {rest}" if len(group) > 1 else "")
+        for group, word, rest in ((better, "better", "less"), (worse, "worse", "more"))
+        if len(group)
+    ]
+    if len(unclear):
+        includes = "its interval includes" if len(unclear) == 1 else "their intervals include"
+        parts.append(f"{_names(unclear)} cannot be told from {REFERENCE}, since {includes} 0")
+    if alone.any():
+        parts.append(f"one seed decides nothing about {_names(found[alone])}")
+    return "; ".join(parts) + "."
+
+
+def _by(row: pd.Series) -> str:
+    near, far = sorted((abs(row.low), abs(row.high)))
+    return (
+        f"{abs(row.difference):.4f} nats per token (95% interval: {near:.4f} to {far:.4f}, over "
+        f"{row.interval_over})"
+    )
+
+
+def _names(found: pd.DataFrame) -> str:
+    """The names of up to three variants, or their number."""
+    names = list(found.variant)
+    if len(names) > 3:
+        return f"{len(names)} variants"
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 def rich_table(table: pd.DataFrame) -> Table:
     """The table for the terminal."""
     header, *rows = cells(table)
     shown = terminal_table(header, rows, left=header[:1])
+    shown.title = Text(conclusion(table))
     shown.caption = interval_note(table) or None
     return shown
