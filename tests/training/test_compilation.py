@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from quick import first_quick
 from softmax_rnn.training import compilation, train
 from softmax_rnn.training.loop import Loop
 from softmax_rnn.training.stopping import RunStopped
@@ -67,7 +68,7 @@ def decision(folder: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize("pays", first_quick([True, False]))
 def test_the_faster_way_is_taken_and_remembered(
     counted: list[int], monkeypatch: pytest.MonkeyPatch, texts: Path, tmp_path: Path, pays: bool
 ) -> None:
@@ -90,7 +91,7 @@ def test_the_faster_way_is_taken_and_remembered(
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
-@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize("pays", first_quick([True, False]))
 def test_a_resumed_run_repeats_the_decision(
     counted: list[int], monkeypatch: pytest.MonkeyPatch, texts: Path, tmp_path: Path, pays: bool
 ) -> None:

@@ -100,7 +100,7 @@ def test_shapes(name: str, shape: Shape, causal: bool) -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        Shape(queries=300, keys=300, kv_heads=4),
+        Shape(batch=1, heads=2, kv_heads=2, queries=300, keys=300),
         Shape(queries=1, keys=33),
         Shape(queries=129, keys=260, heads=3, kv_heads=1),
         Shape(batch=1, heads=1, kv_heads=1, queries=1, keys=1, width=1, value_width=1),

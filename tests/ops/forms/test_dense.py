@@ -9,7 +9,7 @@ import softmax_rnn as sr
 from cases import MASKS, VARIANTS, Shape, assert_close, make_case, with_directions
 from softmax_rnn.ops import reference
 
-SMALL = Shape(queries=5, keys=7, width=4, value_width=3)
+SMALL = Shape(batch=1, heads=2, kv_heads=1, queries=5, keys=7, width=4, value_width=3)
 EXTRA = {
     "odd_taylor": sr.AttentionSpec(series="taylor", order=3),
     "constant": sr.AttentionSpec(series="taylor", order=0),
