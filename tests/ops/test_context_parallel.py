@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,11 +46,11 @@ def part(x: Tensor, dim: int, rank: int, count: int) -> Tensor:
     return x.chunk(count, dim)[rank] if x.ndim > dim else x
 
 
-def work(rank: int, count: int, port: int, path: Path) -> None:
+def work(rank: int, count: int, path: Path) -> None:
     """All cases of one process, with those of the others."""
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", rank=rank, world_size=count)
+    meet = f"file://{path / 'meet'}"
+    distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=count)
     found: dict[Any, Any] = {}
     for number, (name, spec) in enumerate(SPECS.items()):
         # Of two processes every case; of four every second, and each form with and without a mask.
@@ -96,14 +95,11 @@ def tail(rank: int) -> tuple[Tensor, Tensor]:
 @pytest.fixture(scope="module", params=first_quick([2, 4]))
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     count, path = request.param, tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     started = [
         processes.start(
             work,
-            *(rank, count, port, path),
+            *(rank, count, path),
             log=path / "log",
             environment=environment,
             preload=["softmax_rnn"],
