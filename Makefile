@@ -11,10 +11,10 @@ demo: $(VENV)/.run  ## train six variants side by side and report (about 6 minut
 	$(BIN)/softmax-rnn compare softmax norm gate linear_elu linear_relu linear_cosine --preset demo --out runs/demo
 
 test: $(VENV)/.dev  ## the tests that need no compiler and no processes, and one case of each that does
-	$(BIN)/python -m pytest -n 2 -m 'not slow'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
 
 test-all: $(VENV)/.dev  ## all tests
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 SECONDS ?= 120
 fuzz: $(VENV)/.dev  ## property tests with fresh examples: make fuzz SECONDS=600, and SEED=1 to repeat

@@ -44,6 +44,19 @@ pytest_plugins = ["properties"]
 WORDS = ("state", "query", "key", "value", "gate", "norm", "power", "series", "sum", "row")
 
 
+# What takes seconds a test: Triton's interpreter (or compiler), a browser.
+SLOW_FIXTURES = {"device", "chromium"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the tests of a file that use such a fixture, all but the first are slow."""
+    using = [i for i in items if SLOW_FIXTURES.intersection(getattr(i, "fixturenames", ()))]
+    first = {item.path: item for item in reversed(using)}
+    for item in using:
+        if item is not first[item.path]:
+            item.add_marker("slow")
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     """Tests run beside each other, a core each."""

@@ -53,6 +53,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     gc.unfreeze()
 
 
+@pytest.mark.slow
 def test_results_are_whole_and_fill_the_page(results: Path, tmp_path: Path) -> None:
     found = {name: json.loads((results / f"{name}-cpu.json").read_text()) for name in SMALL}
     for name, result in found.items():

@@ -254,6 +254,7 @@ def test_a_tracker_that_is_missing_is_named(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_processes_of_one_run_write_whole_checkpoints(texts: Path, tmp_path: Path) -> None:
     config = tiny(texts, steps=4)
     config.save(tmp_path / "config.yaml")

@@ -11,16 +11,6 @@ import torch
 from triton_cases import forget_the_kernels
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Triton's interpreter takes seconds a test: of each file `make test` runs the first such."""
-    interpreted = [item for item in items if "device" in getattr(item, "fixturenames", ())]
-    first = {item.path: item for item in reversed(interpreted)}
-    if not torch.cuda.is_available():
-        for item in interpreted:
-            if item is not first[item.path]:
-                item.add_marker("slow")
-
-
 @pytest.fixture(scope="module")
 def device() -> Iterator[str]:
     """A GPU; where there is none the CPU, on which Triton interprets the kernels."""
