@@ -63,9 +63,9 @@ def _one_thread() -> None:
     torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))
 
 
-@pytest.fixture(autouse=True)
-def _same_random_numbers() -> None:
-    """What a test draws depends on no other test."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    """What a test or a fixture draws depends on no other test."""
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 - the global state is what may be drawn from
     torch.manual_seed(0)
