@@ -180,7 +180,7 @@ def test_rows_that_do_not_fit() -> None:
 
 def test_invalid_settings(llama: Path, texts: Path) -> None:
     opened = open_model(str(llama))
-    with pytest.raises(ValueError, match="a corpus must be given: --corpus"):
+    with pytest.raises(ValueError, match="so it needs corpus=NAME"):
         evaluate(opened)
     for name in ("blocks", "batch_size"):
         with pytest.raises(ValueError, match=f"{name} must be an integer >= 1, not 0"):

@@ -228,5 +228,5 @@ def test_what_cannot_be_run(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"lm_eval cannot run answers: .*\(32\)"):
         harness.run_tasks(model, tokenizer, ["answers"], include_path=folder)
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="no end-of-text token, .* --end_of_text"):
+    with pytest.raises(ValueError, match="no end-of-text token, .* end_of_text"):
         harness.run_tasks(model, tokenizer, ["colours"], include_path=folder)

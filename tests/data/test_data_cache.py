@@ -82,9 +82,9 @@ def test_mistakes_are_named(texts: Path, tmp_path: Path, cache: Path) -> None:
     with pytest.raises(CorpusError, match=r"none\.jsonl. holds no text"):
         prepare(str(tmp_path / "none.jsonl"), byte_tokenizer(), cache=cache)
     corpus = prepare(str(texts), byte_tokenizer(), cache=cache)
-    with pytest.raises(CorpusError, match="The test split .* of 5000.* larger --test_fraction"):
+    with pytest.raises(CorpusError, match="The test split .* of 5000.* larger test_fraction"):
         TokenBlocks(corpus, "test", 5000)
-    with pytest.raises(CorpusError, match="The train split .* of 50000.* smaller --test_fraction"):
+    with pytest.raises(CorpusError, match="The train split .* of 50000.* smaller test_fraction"):
         TokenBlocks(corpus, "train", 50000)
 
 

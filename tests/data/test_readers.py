@@ -137,7 +137,7 @@ def test_a_file_is_a_file_whatever_its_name(texts: Path) -> None:
         ("a.parquet.gz", b"", "a.parquet.gz is Parquet compressed with gzip: decompress it first"),
         ("a.txt", b"\xff\xfe\x00", "a.txt is not text in UTF-8"),
         ("a.jsonl", b'{"text": "x"}\n{oops\n', "a.jsonl, line 2: not JSON"),
-        ("a.jsonl", b'{"body": "x"}\n', "no text under 'text' .found: keys .'body'.*--text_column"),
+        ("a.jsonl", b'{"body": "x"}\n', "no text under 'text' .found: keys .'body'.*text_column"),
         ("a.jsonl", b"[1]\n", r"found: \[1\]\); name"),
         ("a.jsonl.gz", b"not gzip", "Cannot read the corpus file .*a.jsonl.gz"),
         ("a.jsonl.zst", b"not zstd", "Cannot read the corpus file .*a.jsonl.zst"),

@@ -192,7 +192,7 @@ def test_mistakes_are_named(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monkey
         assert not list((tmp_path / "cache").glob("*corpus-*parts"))
 
     hub({"train": TEXTS})
-    attempt("no column 'body' .found: id, text.; name it with --text_column", text_column="body")
+    attempt("no column 'body' .found: id, text.; name it with text_column", text_column="body")
     attempt("column 'id' contains int, not text", text_column="id")
     attempt("'hf:' names no dataset: give 'hf:owner/name", name="hf:")
     hub({"a": TEXTS, "b": TEXTS})

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from made_up import made_up
+from softmax_rnn._utils.units import bytes_text, count_text, hours_text
 from softmax_rnn.cli.main import main
 from softmax_rnn.experiments.compare import compare_configs
-from softmax_rnn.experiments.costs import bytes_text, cost, count_text, hours_text
+from softmax_rnn.experiments.costs import cost
 from softmax_rnn.experiments.figures import FAMILY, FIGURES
 from softmax_rnn.experiments.plan import plan_table
 from softmax_rnn.experiments.reproduce import draw, figure_runs, finished_runs, report_figure
@@ -90,7 +91,9 @@ def test_costs_are_written_for_people() -> None:
     hours = [hours_text(hours) for hours in (1.683e-05, 0.2, 3.21, 9.96, 12.97, 4321.0)]
     assert hours == ["< 1 min", "12 min", "3.2 h", "10 h", "13 h", "4,321 h"]
     assert [count_text(count) for count in (1536e3, 3.686e9)] == ["1.5 M", "3.7 B"]
-    assert [bytes_text(2**20 * size) for size in (25.3, 9452.0)] == ["25 MiB", "9.2 GiB"]
+    assert [bytes_text(size) for size in (512, 2**20 - 1, 2**20 * 9452.0, 39_653_978.2 * 1024)] == [
+        *("512 bytes", "1.0 MiB", "9.2 GiB", "37.8 GiB")
+    ]
 
 
 def test_costs_follow_the_sizes() -> None:

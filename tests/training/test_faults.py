@@ -239,7 +239,7 @@ FAULTS = {
         before=poison,
     ),
     "a learning rate that is too large": Fault(
-        "The (loss|gradient norm) of step 2 is (nan|inf).* Last checkpoint: none.*--learning-rate",
+        "The (loss|gradient norm) of step 2 is (nan|inf).* Last checkpoint: none.*learning.rate",
         FAILED,
         prepare=lambda case: setattr(case, "config", replace(case.config, learning_rate=1e30)),
         lost="of step 2 is (nan|inf)",

@@ -69,9 +69,18 @@ class ProgressBar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def update(self, completed: float, text: str = "", total: float | None = None) -> None:
-        """Move the bar to ``completed``, with ``text`` next to it."""
+    def update(
+        self,
+        completed: float,
+        text: str = "",
+        total: float | None = None,
+        label: str | None = None,
+    ) -> None:
+        """Move the bar to ``completed``, with ``text`` next to it; another label starts it anew."""
         fields: dict[str, Any] = {} if total is None else {"total": total}
+        if label is not None and label != self._label:
+            self._label = label
+            self._progress.reset(self._task, description=label)
         self._progress.update(self._task, completed=completed, text=text, **fields)
         now = time.monotonic()
         if self._live or not self._visible or now - self._printed < _SECONDS_BETWEEN_LINES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
@@ -20,6 +20,7 @@ Number = Annotated[float, Field(strict=True, gt=-_LARGEST, lt=_LARGEST, allow_in
 NonNegative = Annotated[float, Field(strict=True, ge=0, lt=_LARGEST, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, lt=_LARGEST, allow_inf_nan=False)]
 Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
+BadFiles = Literal["error", "skip"]  # what to do with the files of a corpus that cannot be read
 Text = Annotated[str, Field(strict=True)]
 Hash = Annotated[str, StringConstraints(strict=True, pattern="^[0-9a-f]{64}$")]
 

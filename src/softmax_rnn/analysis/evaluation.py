@@ -266,7 +266,7 @@ def _config(opened: OpenedModel, settings: dict[str, Any]) -> TrainingConfig:
     if opened.run is not None:
         return dataclasses.replace(opened.run.config, tensorboard=False, wandb=False, **given)
     if "corpus" not in given:
-        raise ValueError("This model is not a run's, so a corpus must be given: --corpus.")
+        raise ValueError("This model is not a run's, so it needs corpus=NAME.")
     known = getattr(opened.model.config.get_text_config(), "max_position_embeddings", None)
     return RunConfig(
         **{

@@ -68,7 +68,7 @@ def run_tasks(
     if tokenizer.eos_token_id is None:
         raise ValueError(
             "The tokenizer has no end-of-text token, which tasks need: name one of its tokens with "
-            "--end_of_text."
+            "end_of_text."
         )
     with _without_notes(*_OF_TASKS, *_OF_MODELS):
         manager = _manager(tasks, include_path)
@@ -125,7 +125,7 @@ def _manager(tasks: Sequence[str], include_path: Path | None) -> TaskManager:
         if task not in manager.task_index:
             raise ValueError(
                 f"Unknown task {task!r}.{nearest(task, manager.all_tasks)} `lm_eval ls tasks` "
-                "lists those of lm_eval; --include_path adds a folder of your own."
+                "lists those of lm_eval; include_path adds a folder of your own."
             )
     return manager
 

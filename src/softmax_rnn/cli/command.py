@@ -53,6 +53,24 @@ def add_config(parser: ArgumentParser, defaults: dict[str, Any], skip: set[str])
     parser.set_defaults({key: value for key, value in defaults.items() if key not in skip})
 
 
+# The settings that a prepared corpus depends on, besides its name and its tokenizer.
+CORPUS_FIELDS = (
+    *("text_column", "encoding", "bad_files", "end_of_text"),
+    *("test_fraction", "split_seed", "max_tokens"),
+)
+
+
+class _Corpus(RunConfig):
+    """How the corpus is read."""
+
+
+def add_corpus(parser: ArgumentParser, defaults: dict[str, Any], *more: str) -> None:
+    """Add an option per field of ``CORPUS_FIELDS`` and ``more``, as for a run."""
+    names = {*CORPUS_FIELDS, *more}
+    parser.add_class_arguments(_Corpus, skip=RunConfig().to_dict().keys() - names)
+    parser.set_defaults({name: defaults.get(name) for name in names})
+
+
 def run_config(parsed: Namespace) -> RunConfig:
     """The run's configuration from the options that :func:`add_config` added."""
     given = vars(parsed)
@@ -79,8 +97,8 @@ def add_dry_run(parser: ArgumentParser, what: str) -> None:
     parser.add_argument(
         "--gpu",
         type=str,
-        default=next(iter(GPUS)),
-        help=f"GPU for which --dry_run estimates times: one of {', '.join(GPUS)}",
+        help=f"GPU for which --dry_run estimates times: one of {', '.join(GPUS)} (default: this "
+        "machine's, if it has one of these)",
     )
 
 

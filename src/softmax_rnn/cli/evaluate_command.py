@@ -9,13 +9,13 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from softmax_rnn._utils.files import require_writable, write_json
-from softmax_rnn.cli.command import Command, show, show_paths
+from softmax_rnn.cli.command import CORPUS_FIELDS, Command, add_corpus, show, show_paths
 
 # Settings of a run that may be replaced.
-_OF_RUN = ("corpus", "text_column", "test_fraction", "max_tokens", "end_of_text", "block_size")
+_OF_RUN = ("corpus", "block_size", *CORPUS_FIELDS)
 
 
-def _options(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
+def _options(parser: ArgumentParser, _: dict[str, Any]) -> None:
     parser.add_argument(
         "model",
         type=str,
@@ -24,21 +24,7 @@ def _options(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
     parser.add_argument(
         "--corpus", type=str, help="text or task: as for train (default: the run's own)"
     )
-    parser.add_argument("--text_column", type=str, help="key or column of the text")
-    parser.add_argument(
-        "--test_fraction",
-        type=float,
-        help=f"share of the documents that is read (default: the run's, else "
-        f"{defaults['test_fraction']})",
-    )
-    parser.add_argument(
-        "--max_tokens", type=int, help="prepare about so many tokens of the corpus (default: all)"
-    )
-    parser.add_argument(
-        "--end_of_text",
-        type=str,
-        help="the token that ends every document (default: the tokenizer's own)",
-    )
+    add_corpus(parser, {})
     parser.add_argument(
         "--block_size",
         type=int,

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.filesize import decimal
 from transformers import TextStreamer, set_seed
 from transformers.cache_utils import Cache, DynamicCache
 
 from softmax_rnn._utils.errors import require_choice
+from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.cli.command import CACHES
 from softmax_rnn.data import load_tokenizer
 from softmax_rnn.models import SoftmaxRNNForCausalLM
@@ -41,11 +41,11 @@ class Generation:
 
     def __str__(self) -> str:
         """The cache used and both sizes, in one line."""
-        sizes = f"key/value cache {decimal(self.key_value_bytes)} after {self.tokens} tokens"
+        sizes = f"key/value cache {bytes_text(self.key_value_bytes)} after {self.tokens} tokens"
         if self.recurrent_bytes is None:
             return f"cache: {self.cache}; {sizes}; this attention has no recurrent form"
         return (
-            f"cache: {self.cache}; recurrent cache {decimal(self.recurrent_bytes)} at any length, "
+            f"cache: {self.cache}; recurrent cache {bytes_text(self.recurrent_bytes)} at any length, "
             f"{sizes}; the recurrent cache is smaller from {self.smaller_from:,} tokens on"
         )
 

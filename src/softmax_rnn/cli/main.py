@@ -6,7 +6,8 @@ import atexit
 import faulthandler
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NoReturn
 
 from torch import OutOfMemoryError
@@ -38,10 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     first = words[0] if words else "--help"
     name = "softmax-rnn"
+    in_words: Callable[[str], str] = str  # replaced when the options of the command are known
     extra = "train" if first.startswith("-") or first in OF_TRAIN else "report"
     try:
-        from softmax_rnn.cli.parser import COMMANDS, parse
+        from softmax_rnn.cli.parser import COMMANDS, parse, with_flags
 
+        in_words = partial(with_flags, words)
         command, options = parse(words)
         name, extra = f"softmax-rnn {command}", COMMANDS[command].extra
         return COMMANDS[command].run(options)
@@ -50,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _failed(ExitCode.WRONG_INPUT, hint)
     except (ValueError, FileNotFoundError) as error:
-        return _failed(ExitCode.WRONG_INPUT, error)
+        return _failed(ExitCode.WRONG_INPUT, in_words(str(error)))
     except OSError as error:
         wrong_path = error.errno in UNUSABLE
         return _failed(ExitCode.WRONG_INPUT if wrong_path else ExitCode.FAILED, error)
@@ -59,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ArithmeticError, RuntimeError) as error:
         if not _is_expected(error):
             raise
-        return _failed(ExitCode.FAILED, error)
+        return _failed(ExitCode.FAILED, in_words(str(error)))
     except RunStopped as stopped:
         return _stopped(ExitCode.STOPPED, str(stopped), words, stopped)
     except KeyboardInterrupt as stopped:

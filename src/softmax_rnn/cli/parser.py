@@ -39,6 +39,7 @@ class _Parser(ArgumentParser):
                 meant = known[near[0]] if word.startswith("-") else near[0]
                 message = f"{message.rstrip('.')}. Did you mean {meant!r}?"
                 break
+        message = _of_value(message)
         print(f"error: {_hyphens(message)}\nHelp: {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)
 
@@ -76,6 +77,52 @@ def parse(words: Sequence[str]) -> tuple[str, Namespace]:
         commands.add_subcommand(name, options, help=command.help)
     parsed = parser.parse_args(words)
     return parsed.subcommand, parsed[parsed.subcommand]
+
+
+# Types, as jsonargparse writes them.
+_TYPES = {
+    "<class 'int'>": "an integer",
+    "<class 'float'>": "a number",
+    "<class 'bool'>": "true or false",
+    "<class 'str'>": "text",
+    "<class 'NoneType'>": "null",
+    "<class 'dict'>": "a mapping",
+}
+
+
+def _of_value(message: str) -> str:
+    """In one sentence, which value an option must have; any other message as it is."""
+    name = re.match(r'Parser key "([\w.]+)":', message)
+    kinds = re.findall(r"Expected an? (.+?)(?:\. Got value|$)", message, re.MULTILINE)
+    value = re.search(r"(?:Given|Got) value: (.*)", message, re.DOTALL)
+    if not (name and kinds and value):
+        return message
+    kinds = [re.sub(r".*Literal\[(.*)\]", r"one of \1", _TYPES.get(x, x)) for x in kinds]
+    return f"--{name[1]} must be {' or '.join(kinds)}, not {value[1]}."
+
+
+def with_flags(words: Sequence[str], message: str) -> str:
+    """The message of an error with its settings as the options of the command of ``words``.
+
+    ``block_size=3`` and ``block_size`` become ``--block-size=3`` and ``--block-size``. Names in
+    quotes, paths and lists stay as they are, and so do settings that are no option of the command:
+    those of ``--with`` and of files.
+    """
+    known = next((COMMANDS[word] for word in words if word in COMMANDS), None)
+    if known is None:
+        return _hyphens(message)
+    parser = _Parser(add_help=False)
+    known.options(parser, RunConfig().to_dict())
+    names = {name[2:] for name in parser._names() if name.startswith("--")}
+
+    def flag(found: re.Match[str]) -> str:
+        name = found["name"]
+        listed = found["comma"] or message[found.start() - 2 : found.start()] == ", "
+        meant = found["equals"] is not None or (not listed and (found.start() == 0 or "_" in name))
+        return f"--{name}" + (found["comma"] or "") if meant and name in names else found[0]
+
+    word = r"(?<![\w./\\'\"`-])(?P<name>[a-z]\w*)(?![\w/\\'\"`-]|\.\w)"
+    return _hyphens(re.sub(rf"{word}(?:(?P<equals>(?==))|(?P<comma>,))?", flag, message))
 
 
 def _hyphens(text: str) -> str:

@@ -13,8 +13,10 @@ from softmax_rnn._utils.errors import require_choice
 from softmax_rnn._utils.plain_yaml import parse_fields
 from softmax_rnn._utils.progress import notice
 from softmax_rnn.cli.command import (
+    CORPUS_FIELDS,
     Command,
     add_config,
+    add_corpus,
     add_dry_run,
     add_preset,
     add_stop_after,
@@ -48,9 +50,12 @@ def _train(parsed: Namespace) -> int:
     from softmax_rnn.data import is_task
     from softmax_rnn.training import train
 
-    measure_machine()
     folder = train(
-        run_config(parsed), Path(parsed.out), resume=parsed.resume, stop_after=stop_after(parsed)
+        run_config(parsed),
+        Path(parsed.out),
+        resume=parsed.resume,
+        stop_after=stop_after(parsed),
+        ready=measure_machine,
     )
     if os.environ.get("RANK", "0") == "0":  # one process of a run prints for all
         summary = folder.summary
@@ -63,22 +68,10 @@ def _train(parsed: Namespace) -> int:
     return 0
 
 
-# The settings that a prepared corpus depends on.
-_CORPUS_FIELDS: dict[str, Any] = {
-    "tokenizer": str,
-    "end_of_text": str | None,
-    "text_column": str,
-    "test_fraction": float,
-    "split_seed": int,
-    "max_tokens": int | None,
-}
-
-
 def _prepare_options(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
     parser.add_argument("corpus", type=str, help="stdlib, a file, folder or glob, or hf:owner/name")
     add_preset(parser)
-    for name, kind in _CORPUS_FIELDS.items():
-        parser.add_argument(f"--{name}", type=kind, default=defaults[name])
+    add_corpus(parser, defaults, "tokenizer")
     parser.add_argument(
         "--workers", type=int, help="threads that tokenise (default and maximum: one per core)"
     )
@@ -89,7 +82,7 @@ def _prepare(parsed: Namespace) -> int:
     from softmax_rnn.data import is_task
     from softmax_rnn.training.run import load_corpus
 
-    fields = {name: parsed[name] for name in ("corpus", *_CORPUS_FIELDS)}
+    fields = {name: parsed[name] for name in ("corpus", "tokenizer", *CORPUS_FIELDS)}
     if is_task(parsed.corpus):
         raise ValueError(f"{parsed.corpus} is a task: its rows are drawn, so nothing is prepared.")
     with StopRequest():
@@ -233,14 +226,17 @@ def _plan_or_run(
     ``left`` gives the seconds until the time limit, which by default counts from now.
     """
     import softmax_rnn.report.outputs  # noqa: F401 -- a missing package is an error before the runs
+    from softmax_rnn.experiments.costs import chosen_gpu
     from softmax_rnn.experiments.plan import plan_table, rich_plan
     from softmax_rnn.experiments.scheduler import RunsFailedError, run_all
 
     if parsed.dry_run:
-        show(rich_plan(plan_table(runs, root, parsed.gpu), parsed.gpu))
+        from softmax_rnn.training.run import check_corpora
+
+        gpu = chosen_gpu(parsed.gpu)
+        check_corpora(run.config for run in runs if not run.folder.finished)
+        show(rich_plan(plan_table(runs, root, gpu), gpu))
         return 0
-    if parsed.cluster == "local":
-        measure_machine()
     try:
         run_all(
             runs,
@@ -249,6 +245,7 @@ def _plan_or_run(
             cluster=parsed.cluster,
             cluster_options=parse_fields(parsed.cluster_options),
             stop_after=stop_after(parsed) if left is None else left(),
+            ready=measure_machine if parsed.cluster == "local" else lambda: None,
         )
     except RunsFailedError:
         if any(run.folder.finished for run in runs):

@@ -1,6 +1,6 @@
 """From corpora to rows of tokens, tokenised once, memory-mapped and read in a fixed order."""
 
-from softmax_rnn.data.cache import prepare, progress_bar
+from softmax_rnn.data.cache import check, left_out, prepare, progress_bar
 from softmax_rnn.data.manifest import SPLITS
 from softmax_rnn.data.preparation import Progress
 from softmax_rnn.data.readers import CorpusError
@@ -20,7 +20,9 @@ __all__ = [
     "TaskCorpus",
     "TaskRows",
     "TokenBlocks",
+    "check",
     "is_task",
+    "left_out",
     "load_tokenizer",
     "parse_task",
     "prepare",

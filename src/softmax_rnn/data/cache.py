@@ -19,10 +19,10 @@ from typing_extensions import TypedDict
 from softmax_rnn._utils.integrity import MANIFEST, sha256
 from softmax_rnn._utils.machine import cache_folder
 from softmax_rnn._utils.progress import ProgressBar
-from softmax_rnn._utils.validation import PositiveInt, Seed, validated
+from softmax_rnn._utils.validation import BadFiles, PositiveInt, Seed, validated
 from softmax_rnn.data.manifest import FORMAT, is_prepared
 from softmax_rnn.data.preparation import Preparation, Progress
-from softmax_rnn.data.readers import CorpusError
+from softmax_rnn.data.readers import CorpusError, encodings
 from softmax_rnn.data.shards import PreparedCorpus
 from softmax_rnn.data.source import HUB, HubSource, LocalSource
 from softmax_rnn.data.tokenise import Encoder
@@ -30,11 +30,12 @@ from softmax_rnn.data.tokenise import Encoder
 SHARD_TOKENS = 2**27
 _COMPARED = (
     *("tokenizer", "vocab_size", "dtype", "end_of_text"),
-    *("text_column", "test_fraction", "split_seed", "max_tokens"),
+    *("text_column", "encoding", "bad_files", "test_fraction", "split_seed", "max_tokens"),
 )
 
 
 class _Arguments(TypedDict):
+    bad_files: BadFiles
     test_fraction: Annotated[float, Field(strict=True, gt=0, lt=1)]
     split_seed: Seed
     max_tokens: PositiveInt | None
@@ -43,13 +44,19 @@ class _Arguments(TypedDict):
 
 
 @contextlib.contextmanager
-def progress_bar(label: str) -> Iterator[Callable[[Progress], None]]:
+def progress_bar(corpus: str) -> Iterator[Callable[[Progress], None]]:
     """A bar with tokens, speed and time left; yields a ``progress`` for :func:`prepare`."""
-    with ProgressBar(label, transient=True) as bar:
+    with ProgressBar(f"Reading {corpus}", transient=True) as bar:
 
         def show(progress: Progress) -> None:
             speed = f"{progress.tokens:,} tokens, {progress.tokens_per_second:,.0f}/s"
-            bar.update(progress.share or 0, speed, None if progress.share is None else 1)
+            what = f"Checking the files of {corpus}" if progress.checking else f"Tokenising {corpus}"
+            bar.update(
+                progress.share or 0,
+                "" if progress.checking else speed,
+                None if progress.share is None else 1,
+                label=what,
+            )
 
         yield show
 
@@ -59,6 +66,8 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase,
     *,
     text_column: str = "text",
+    encoding: str = "utf-8",
+    bad_files: BadFiles = "error",
     test_fraction: float = 0.02,
     split_seed: int = 123,
     max_tokens: int | None = None,
@@ -79,6 +88,10 @@ def prepare(
             prepared corpus.
         tokenizer: a fast tokenizer; its end-of-text token ends each document.
         text_column: key or column of the text in JSON lines, Parquet and datasets.
+        encoding: of text and JSON lines; of several names (``utf-8,latin-1``) each file has the
+            first one in which it can be read.
+        bad_files: ``error``, or ``skip`` to leave out local files that cannot be read; the
+            manifest names them under ``source``.
         test_fraction: share of the documents to hold out; at least one document is held out.
         split_seed: seed of that draw.
         max_tokens: stop after the document in which both splits together reach this number of
@@ -91,7 +104,7 @@ def prepare(
 
     Raises:
         ValueError: for an invalid argument.
-        CorpusError: if a file cannot be read, if there is no text, or if a prepared corpus is
+        CorpusError: if files cannot be read (it names all of them), if there is no text, or if a prepared corpus is
             damaged or has other settings.
         OSError: if the disk is full. Finished shards are kept, and the next call resumes.
     """
@@ -99,6 +112,8 @@ def prepare(
     settings = {
         "corpus": corpus,
         "text_column": text_column,
+        "encoding": ",".join(encodings(encoding)),
+        "bad_files": bad_files,
         "test_fraction": test_fraction,
         "split_seed": split_seed,
         "max_tokens": max_tokens,
@@ -117,7 +132,7 @@ def prepare(
     folder = Path(corpus)
     if not is_prepared(corpus):
         kind = HubSource if corpus.startswith(HUB) else LocalSource
-        source = kind(corpus, text_column)
+        source = kind(corpus, text_column, encoding, bad_files)
         key = sha256(json.dumps([FORMAT, settings, source.identity]))[:16]
         folder = (cache or cache_folder()) / f"corpus-{key}"
         if not (folder / MANIFEST).exists():
@@ -126,6 +141,38 @@ def prepare(
     prepared = PreparedCorpus.open(folder)
     _require_settings(prepared, about)
     return prepared
+
+
+def check(
+    corpus: str,
+    *,
+    text_column: str = "text",
+    encoding: str = "utf-8",
+    bad_files: BadFiles = "error",
+    progress: Callable[[Progress], None] = lambda progress: None,
+) -> dict[str, Any]:
+    """Read every local file of a corpus, as :func:`prepare` does before it tokenises.
+
+    Returns:
+        ``source`` of the manifest that :func:`prepare` would write; empty for a prepared corpus,
+        and for a dataset of the Hub, of which nothing is read.
+
+    Raises:
+        CorpusError: if files cannot be read; it names all of them.
+    """
+    if corpus.startswith(HUB) or is_prepared(corpus):
+        return {}
+    source = LocalSource(corpus, text_column, encoding, bad_files)
+    return source.open({}, lambda share: progress(Progress(share, 0, 0.0, checking=True)))
+
+
+def left_out(source: dict[str, Any]) -> str:
+    """What ``source`` of a manifest says of files that were left out; empty if none were."""
+    if not (skipped := source.get("skipped")):
+        return ""
+    names = list(skipped)
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return f"{len(names)} files cannot be read and are left out: {', '.join(names[:20])}{more}."
 
 
 def _cores() -> int:

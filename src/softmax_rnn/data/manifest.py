@@ -14,7 +14,7 @@ from softmax_rnn._utils.integrity import MANIFEST, sha256
 from softmax_rnn._utils.validation import Count, Hash, Number, PositiveInt, Text, validated
 from softmax_rnn.data.readers import CorpusError
 
-FORMAT = 2  # increase it when the files change
+FORMAT = 3  # increase it when the files change, or how text is read
 SPLITS = ("train", "test")
 
 
@@ -35,6 +35,8 @@ class _Split(TypedDict):
 class _Manifest(TypedDict):
     corpus: Text
     text_column: Text
+    encoding: Text
+    bad_files: Text
     tokenizer: Hash
     tokenizer_name: Text
     vocab_size: PositiveInt

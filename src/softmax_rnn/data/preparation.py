@@ -39,6 +39,7 @@ class Progress(NamedTuple):
     share: float | None  # finished, 0 to 1; None if the size of the corpus is not known
     tokens: int  # written, including those of interrupted calls
     tokens_per_second: float  # of this call
+    checking: bool = False  # whether files are still checked, and no token is written
 
 
 @dataclass
@@ -92,7 +93,9 @@ class Preparation:
                 f"{pinned_file} is damaged: delete the folder {folder} to prepare the corpus "
                 f"{self.about['corpus']!r} from the start."
             )
-        pinned = self.source.open(pinned or {})
+        checked = lambda share: self.progress(Progress(share, 0, 0.0, checking=True))  # noqa: E731
+        pinned = self.source.open(pinned or {}, checked)
+        self.started = time.perf_counter()
         write_sealed(pinned_file, pinned)
         self.earlier_tokens = self.journal.total_tokens
         splits, limit = self.source.splits(), self.about["max_tokens"]

@@ -8,6 +8,7 @@ of the file. Its Parquet reader is as fast as the one below and would save no co
 from __future__ import annotations
 
 import ast
+import codecs
 import contextlib
 import glob
 import importlib
@@ -17,6 +18,7 @@ import sysconfig
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from encodings.aliases import aliases
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
@@ -24,7 +26,7 @@ import pyarrow.parquet
 from fsspec.compression import compr
 from fsspec.utils import infer_compression
 
-from softmax_rnn._utils.errors import shown
+from softmax_rnn._utils.errors import nearest, shown
 
 PASSAGE = 2**20  # characters of a text file that are read at once
 # Corpora that every installation has: their files are below these folders of these packages.
@@ -131,31 +133,65 @@ def documents(passages: Iterable[Passage]) -> Iterator[str]:
             texts.clear()
 
 
-def read_passages(path: Path, text_column: str) -> Iterator[Passage]:
+def encodings(names: str) -> list[str]:
+    """Python's names of encodings that are given as ``utf-8,latin-1``.
+
+    Raises:
+        ValueError: for a name that is no encoding of text.
+    """
+    found = []
+    for name in names.split(","):
+        try:
+            found.append(codecs.lookup(name.strip()).name)
+            "".encode(found[-1])  # LookupError for codecs such as rot13, which are not of text
+        except (LookupError, ValueError) as error:
+            known = sorted({"utf-8", "utf-8-sig", *(x.replace("_", "-") for x in aliases.values())})
+            raise ValueError(
+                f"encoding={names!r} names {name!r}, which is no encoding of text."
+                f"{nearest(name, known)} Examples: utf-8, utf-16, latin-1, cp1252."
+            ) from error
+    return found
+
+
+def read_passages(path: Path, text_column: str, encoding: str = "utf-8") -> Iterator[Passage]:
     """The documents of one file: each row of JSON lines or Parquet, or a whole text file.
 
+    The text is what the file holds, with its line ends and byte-order mark.
+
     Args:
-        path: ``.jsonl``, ``.json`` (one document per line) or ``.parquet``; any other file is text
-            in UTF-8. Text and JSON lines may be compressed (``.gz``, ``.zst`` and others).
+        path: ``.jsonl``, ``.json`` (one document per line) or ``.parquet``; any other file is text.
+            Text and JSON lines may be compressed (``.gz``, ``.zst`` and others).
         text_column: the key or column of the text.
+        encoding: of text and JSON lines.
 
     Yields:
         Whole rows; a text file in passages of about ``PASSAGE`` characters, split at line ends.
 
     Raises:
-        CorpusError: if the file cannot be read, with its name and the line or the columns.
+        CorpusError: if the file cannot be read, with its name and the line or the columns; caused
+            by a ``UnicodeError`` if it may be text in another encoding.
     """
     try:
-        yield from _reader(path)(path, text_column)
+        yield from _reader(path)(path, text_column, encoding)
     except CorpusError:
         raise
-    except UnicodeDecodeError as error:
-        raise CorpusError(f"The corpus file {path} is not text in UTF-8: {error}.") from error
+    except UnicodeError as error:
+        name = encoding.upper()
+        raise CorpusError(f"The corpus file {path} is not text in {name}{_why(error)}.") from error
     except Exception as error:  # each decompressor and parser has its own errors
         raise CorpusError(f"Cannot read the corpus file {path}: {error}") from error
 
 
-def read_docstrings(path: Path, _: str) -> Iterator[Passage]:
+def _why(error: UnicodeError) -> str:
+    """What is wrong, without the error's position, which counts from a buffer's start."""
+    if not isinstance(error, UnicodeDecodeError):
+        return f" ({error})"
+    if error.start == 0 and error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return ", but begins as UTF-16 does"
+    return f" (byte {error.object[error.start]:#04x}: {error.reason})"
+
+
+def read_docstrings(path: Path, *_: str) -> Iterator[Passage]:
     """The docstrings of a Python file as one document, in their order, without indentation.
 
     A file that this version of Python cannot parse has none.
@@ -173,7 +209,7 @@ def read_docstrings(path: Path, _: str) -> Iterator[Passage]:
     yield Passage(text.encode(errors="replace").decode(), True, 1.0)  # no halves of surrogate pairs
 
 
-def _reader(path: Path) -> Callable[[Path, str], Iterator[Passage]]:
+def _reader(path: Path) -> Callable[[Path, str, str], Iterator[Passage]]:
     compression = infer_compression(path.name)
     suffix = (path.with_suffix("") if compression else path).suffix
     if suffix == ".parquet" and compression:
@@ -183,7 +219,7 @@ def _reader(path: Path) -> Callable[[Path, str], Iterator[Passage]]:
 
 
 @contextlib.contextmanager
-def _open_text(path: Path) -> Iterator[tuple[TextIO, Callable[[], float]]]:
+def _open_text(path: Path, encoding: str) -> Iterator[tuple[TextIO, Callable[[], float]]]:
     """The decompressed file as text, and a function for the share of its bytes read so far."""
     compression, size = infer_compression(path.name), path.stat().st_size
     with path.open("rb") as raw:
@@ -194,14 +230,15 @@ def _open_text(path: Path) -> Iterator[tuple[TextIO, Callable[[], float]]]:
             if compression == "zip" and (files := len(zipfile.ZipFile(raw).namelist())) != 1:
                 raise CorpusError(f"{path} is an archive of {files} files, not one: extract it.")
             data = compr[compression](raw, mode="r")
-        with io.TextIOWrapper(data, encoding="utf-8") as text:
+        with io.TextIOWrapper(data, encoding, newline="") as text:  # "": line ends stay as they are
             yield text, lambda: raw.tell() / max(size, 1)
 
 
-def _read_text(path: Path, _: str) -> Iterator[Passage]:
-    with _open_text(path) as (file, share):
+def _read_text(path: Path, _: str, encoding: str) -> Iterator[Passage]:
+    with _open_text(path, encoding) as (file, share):
         text = file.read(PASSAGE) + file.readline(PASSAGE)
         while True:
+            text.encode()  # some encodings can hold halves of surrogate pairs
             more = file.read(PASSAGE) + file.readline(PASSAGE)
             yield Passage(text, not more, share())
             if not more:
@@ -209,8 +246,8 @@ def _read_text(path: Path, _: str) -> Iterator[Passage]:
             text = more
 
 
-def _read_json_lines(path: Path, column: str) -> Iterator[Passage]:
-    with _open_text(path) as (file, share):
+def _read_json_lines(path: Path, column: str, encoding: str) -> Iterator[Passage]:
+    with _open_text(path, encoding) as (file, share):
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -223,7 +260,7 @@ def _read_json_lines(path: Path, column: str) -> Iterator[Passage]:
                 found = f"keys {shown(list(row))}" if isinstance(row, dict) else shown(row)
                 raise CorpusError(
                     f"{path}, line {number}: no text under {column!r} (found: {found}); name its "
-                    "key with --text_column."
+                    "key with text_column."
                 )
             try:
                 text.encode()
@@ -235,13 +272,13 @@ def _read_json_lines(path: Path, column: str) -> Iterator[Passage]:
             yield Passage(text, True, share())
 
 
-def _read_parquet(path: Path, column: str) -> Iterator[Passage]:
+def _read_parquet(path: Path, column: str, _: str) -> Iterator[Passage]:
     with pyarrow.parquet.ParquetFile(path) as file:
         names = file.schema_arrow.names
         if column not in names:
             raise CorpusError(
                 f"{path} has no column {column!r} (found: {shown(names)}); name it with "
-                "--text_column."
+                "text_column."
             )
         done = 0
         for batch in file.iter_batches(columns=[column], batch_size=1000):

@@ -68,7 +68,7 @@ class TokenBlocks(Rows):
             raise CorpusError(
                 f"The {split} split of the corpus {corpus.manifest['corpus']!r} has "
                 f"{len(self.stream)} tokens, fewer than one block of {block_size}: give more text, "
-                f"a smaller --block_size or a {other} --test_fraction."
+                f"a smaller block_size or a {other} test_fraction."
             )
 
     def __len__(self) -> int:

@@ -8,7 +8,9 @@ the passages in between.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from softmax_rnn._utils.errors import nearest
@@ -17,6 +19,7 @@ from softmax_rnn.data.readers import (
     CorpusError,
     Passage,
     corpus_files,
+    encodings,
     is_text,
     read_docstrings,
     read_passages,
@@ -25,25 +28,116 @@ from softmax_rnn.data.readers import (
 HUB = "hf:"
 _ROWS = 256  # rows of a dataset that are read at once
 _FEW_FILES = 20
+_NAMED = 20  # files in a message
 
 Bookmark = dict[str, Any]
 
 
 class LocalSource:
-    """Files. See :func:`softmax_rnn.data.readers.corpus_files`."""
+    """Files. See :func:`softmax_rnn.data.readers.corpus_files`.
 
-    def __init__(self, corpus: str, text_column: str) -> None:
-        self.files, self.column = corpus_files(corpus), text_column
+    Args:
+        corpus: names the files.
+        text_column: key or column of the text.
+        encoding: of text and JSON lines; of several names (``utf-8,latin-1``) each file has the
+            first one in which it can be read.
+        bad_files: ``error``, or ``skip`` to leave out the files that cannot be read.
+    """
+
+    def __init__(
+        self, corpus: str, text_column: str, encoding: str = "utf-8", bad_files: str = "error"
+    ) -> None:
+        self.corpus, self.files, self.column = corpus, corpus_files(corpus), text_column
+        self.skip, self.encodings = bad_files == "skip", encodings(encoding)
         self.read_file = read_docstrings if corpus == DOCSTRINGS else read_passages
         stats = [(str(path.resolve()), path.stat()) for path in self.files]
         # This changes when the text changes under the same name.
         self.identity: list[Any] = [[name, s.st_size, s.st_mtime_ns] for name, s in stats]
-        # With few documents, the test split is drawn from passages.
-        self.by_passages = len(self.files) < _FEW_FILES and all(map(is_text, self.files))
+        self.sizes = {path: s.st_size for path, (_, s) in zip(self.files, stats, strict=True)}
+        self.other_encodings: dict[str, str] = {}  # of files that do not have the first one
 
-    def open(self, pinned: dict[str, Any]) -> dict[str, Any]:
-        """Find the text, in the version of ``pinned`` if it is given; returns what to pin."""
-        return {"files": len(self.files)}
+    @property
+    def by_passages(self) -> bool:
+        """Whether the test split is drawn from passages, since there are few documents."""
+        return len(self.files) < _FEW_FILES and all(map(is_text, self.files))
+
+    def open(
+        self, pinned: dict[str, Any], progress: Callable[[float], None] = lambda share: None
+    ) -> dict[str, Any]:
+        """Find the text, in the version of ``pinned`` if it is given; returns what to pin.
+
+        Without ``pinned`` every file is read once, so that all bad ones are found together and
+        before any work.
+
+        Args:
+            pinned: what an earlier call returned.
+            progress: called with the share that has been read.
+
+        Raises:
+            CorpusError: if files cannot be read, with the names of all of them.
+        """
+        found = pinned or self._check(progress)
+        self.files = [path for path in self.files if str(path) not in found["skipped"]]
+        self.other_encodings = found["encodings"]
+        return found
+
+    def _check(self, progress: Callable[[float], None]) -> dict[str, Any]:
+        bad: dict[str, str] = {}
+        others: dict[str, str] = {}
+        done, shown, total = 0.0, 0.0, sum(self.sizes.values())
+
+        def read(share: float) -> None:  # called for every row: a bar needs to know less often
+            nonlocal shown
+            if done + share - shown > total / 1000:
+                shown = done + share
+                progress(shown / total)
+
+        for path in self.files if self.read_file is read_passages else ():
+            try:
+                encoding = self._encoding(path, read)
+                if encoding != self.encodings[0]:
+                    others[str(path)] = encoding
+            except CorpusError as error:
+                bad[str(path)] = str(error)
+            done += self.sizes[path]
+        if bad and (len(bad) == len(self.files) or not self.skip):
+            raise CorpusError(self._refusal(list(bad.values())))
+        return {"files": len(self.files) - len(bad), "skipped": bad, "encodings": others}
+
+    def _encoding(self, path: Path, progress: Callable[[float], None]) -> str:
+        """The encoding in which a file can be read to its end."""
+        for encoding in self.encodings:
+            try:
+                passages = read_passages(path, self.column, encoding)
+                shares = ((passage.share or 0) * self.sizes[path] for passage in passages)
+                deque(map(progress, shares), maxlen=0)
+                return encoding
+            except CorpusError as error:
+                last = encoding == self.encodings[-1]
+                if last or not isinstance(error.__cause__, UnicodeError):
+                    raise
+        raise AssertionError
+
+    def _refusal(self, messages: list[str]) -> str:
+        if len(self.files) == 1:
+            text = messages[0]
+        else:
+            named = "".join(f"\n  {message}" for message in messages[:_NAMED])
+            more = len(messages) - _NAMED
+            named += f"\n  and {more} more" if more > 0 else ""
+            text = (
+                f"{len(messages)} of {len(self.files)} files of the corpus {self.corpus!r} cannot "
+                f"be read:{named}"
+            )
+        advice = []
+        if any("is not text in" in message for message in messages):
+            advice.append(
+                "encoding=utf-16 would read them as UTF-16, and encoding=utf-8,cp1252 every file in "
+                "the first of these that fits"
+            )
+        if len(messages) < len(self.files):
+            advice.append("bad_files=skip leaves them out")
+        return "\n".join((text, "; ".join(advice) + ".")) if advice else text
 
     def splits(self) -> dict[str, str]:
         """The source's names of ``train`` and, if it has a test split of its own, ``test``."""
@@ -52,11 +146,13 @@ class LocalSource:
     def read(self, split: str, bookmark: Bookmark | None) -> Iterator[Passage]:
         """The passages of a split, from a bookmark on (here the start of a file); none is empty."""
         first, passages = (bookmark["file"], bookmark["parts"]) if bookmark else (0, 0)
-        sizes = [size for _, size, _ in self.identity]
+        sizes = [self.sizes[path] for path in self.files]
         before = list(itertools.accumulate(sizes, initial=0))
         for index in range(first, len(self.files)):
             start = {"file": index, "parts": passages}
-            for text, ends, share, _ in self.read_file(self.files[index], self.column):
+            path = self.files[index]
+            encoding = self.other_encodings.get(str(path), self.encodings[0])
+            for text, ends, share, _ in self.read_file(path, self.column, encoding):
                 if text:
                     passages += 1
                     done = before[index] + (share or 0) * sizes[index]
@@ -66,7 +162,7 @@ class LocalSource:
 class HubSource:
     """A dataset of the Hugging Face Hub, streamed: only its tokens are stored."""
 
-    def __init__(self, corpus: str, text_column: str) -> None:
+    def __init__(self, corpus: str, text_column: str, *_: str) -> None:
         self.corpus, self.column = corpus, text_column
         self.name, _, config = corpus.removeprefix(HUB).partition("@")
         self.config = config or None
@@ -76,7 +172,9 @@ class HubSource:
         if not self.name:
             raise CorpusError(f"{corpus!r} names no dataset: give 'hf:owner/name[@config]'.")
 
-    def open(self, pinned: dict[str, Any]) -> dict[str, Any]:
+    def open(
+        self, pinned: dict[str, Any], progress: Callable[[float], None] = lambda share: None
+    ) -> dict[str, Any]:
         """The commit of the dataset, so that a resumed preparation reads the same text."""
         from datasets import load_dataset  # takes half a second, which local corpora do not need
         from datasets.exceptions import DatasetNotFoundError
@@ -126,7 +224,7 @@ class HubSource:
                 if text is not None and not isinstance(text, str):
                     raise CorpusError(
                         f"{self.corpus}: column {self.column!r} contains {type(text).__name__}, "
-                        "not text; name another column with --text_column."
+                        "not text; name another column with text_column."
                     )
                 if text:
                     passages += 1
@@ -145,7 +243,7 @@ class HubSource:
         if names is not None and self.column not in names:
             raise CorpusError(
                 f"The dataset {self.corpus!r} has no column {self.column!r} (found: "
-                f"{', '.join(names)}); name it with --text_column."
+                f"{', '.join(names)}); name it with text_column."
             )
 
     def _revision(self) -> str | None:

@@ -54,7 +54,7 @@ def load_tokenizer(
     if ends and tokenizer.eos_token_id is None:
         raise ValueError(
             f"The tokenizer {name!r} has no end-of-text token to end documents with: name one of "
-            f"its tokens with --end_of_text. Its special tokens: {_special(tokenizer)}."
+            f"its tokens with end_of_text. Its special tokens: {_special(tokenizer)}."
         )
     return tokenizer
 

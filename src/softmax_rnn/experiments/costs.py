@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -10,6 +11,7 @@ import torch
 from rich.table import Table
 
 from softmax_rnn._utils.errors import require_choice
+from softmax_rnn._utils.units import bytes_text, count_text, hours_text
 from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training.config import ConversionConfig, RunConfig
 
@@ -27,7 +29,7 @@ class Cost:
         parameters: number of parameters.
         tokens: number of training tokens.
         operations: floating-point operations, forward and backward.
-        gpu_hours: hours on the GPU at 40% of its peak.
+        gpu_hours: hours on the GPU at 40% of its peak; NaN without a GPU.
         memory_bytes: weights, gradients and AdamW's moments in float32, and activations.
         disk_bytes: the checkpoints that are kept, and one that is being written.
     """
@@ -40,14 +42,40 @@ class Cost:
     disk_bytes: float
 
 
-def cost(config: RunConfig, gpu: str) -> Cost:
-    """Estimate a run's cost on ``gpu``, one of ``GPUS``.
+def chosen_gpu(name: str | None) -> str | None:
+    """The GPU of ``GPUS`` that is named, else this machine's; ``None`` if it has none of these.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if name is not None:
+        require_choice("GPU", name, GPUS)
+        return name
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((gpu for gpu in GPUS if gpu.partition("-")[0] in here), None)
+
+
+def _gpu_hours(operations: float, gpu: str | None) -> float:
+    if gpu is None:
+        return math.nan
+    require_choice("GPU", gpu, GPUS)
+    return operations / (GPUS[gpu] * UTILISATION) / 3600
+
+
+def times_on(gpu: str | None) -> str:
+    """What a table says of the times in it."""
+    if gpu is None:
+        return f"no times: --gpu {next(iter(GPUS))} estimates those on such a GPU"
+    return f"times on one {gpu} at {UTILISATION:.0%} of its peak"
+
+
+def cost(config: RunConfig, gpu: str | None) -> Cost:
+    """Estimate a run's cost on ``gpu``, one of ``GPUS``, or ``None`` for no times.
 
     Operations are 6 per parameter and token (the embedding is not counted), and, for the scores and
     sums of attention, 6 per layer, channel and visible key of each token. Activations are those of
     a Llama layer in bfloat16 without the score matrix, and the logits in float32.
     """
-    require_choice("GPU", gpu, GPUS)
     vocabulary = _vocabulary(config)
     # Without seed and corpus in the key, runs of the same size share one meta model.
     sized = replace(config, seed=0, corpus="", vocab_size=vocabulary)
@@ -65,20 +93,19 @@ def cost(config: RunConfig, gpu: str) -> Cost:
         parameters=parameters,
         tokens=tokens,
         operations=operations,
-        gpu_hours=operations / (GPUS[gpu] * UTILISATION) / 3600,
+        gpu_hours=_gpu_hours(operations, gpu),
         memory_bytes=16.0 * parameters + activations,
         disk_bytes=12.0 * parameters * (config.keep_checkpoints + 1),
     )
 
 
-def conversion_cost(config: ConversionConfig, gpu: str) -> Cost:
+def conversion_cost(config: ConversionConfig, gpu: str | None) -> Cost:
     """Estimate the cost of a conversion's run, as :func:`cost`.
 
     A run that trains the new attention alone passes each token once through the source (2
     operations per parameter), and forward and backward through the new attention. Training LoRA's
     additions takes 4 operations per parameter, training all weights 6, and distillation 2 more.
     """
-    require_choice("GPU", gpu, GPUS)
     from softmax_rnn.models.loading import meta_model  # slow to import
     from softmax_rnn.training.conversion import check_length
 
@@ -108,7 +135,7 @@ def conversion_cost(config: ConversionConfig, gpu: str) -> Cost:
         parameters=parameters,
         tokens=tokens,
         operations=float(tokens * per_token),
-        gpu_hours=tokens * per_token / (GPUS[gpu] * UTILISATION) / 3600,
+        gpu_hours=_gpu_hours(tokens * per_token, gpu),
         memory_bytes=4.0 * parameters * copies
         + states
         + 4.0 * micro * (layers * 14 * sizes.hidden_size + 2 * logits),
@@ -138,23 +165,6 @@ def conversion_table(transfer: ConversionConfig, finetune: ConversionConfig, gpu
     table = terminal_table((*header, "memory", "disk"), rows, left=("stage",))
     table.title = f"Times on one {gpu} at {UTILISATION:.0%} of its peak; fit and report are short"
     return table
-
-
-def hours_text(hours: float) -> str:
-    """A readable time: ``< 1 min``, ``12 min``, ``3.2 h``, ``13 h``."""
-    if hours < 1:
-        return "< 1 min" if 60 * hours < 1 else f"{60 * hours:.0f} min"
-    return f"{hours:.1f} h" if hours < 9.95 else f"{hours:,.0f} h"
-
-
-def count_text(count: float) -> str:
-    """A readable number of tokens or parameters: ``1.5 M``, ``3.7 B``."""
-    return f"{count / 1e6:,.1f} M" if count < 1e9 else f"{count / 1e9:,.1f} B"
-
-
-def bytes_text(size: float) -> str:
-    """A readable size: ``25 MiB``, ``9.2 GiB``."""
-    return f"{size / 2**20:,.0f} MiB" if size < 2**30 else f"{size / 2**30:,.1f} GiB"
 
 
 def _vocabulary(config: RunConfig) -> int:

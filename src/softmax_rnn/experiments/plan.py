@@ -10,7 +10,8 @@ import pandas as pd
 import torch
 from rich.table import Table
 
-from softmax_rnn.experiments.costs import UTILISATION, bytes_text, cost, count_text, hours_text
+from softmax_rnn._utils.units import bytes_text, count_text, hours_text
+from softmax_rnn.experiments.costs import cost, times_on
 from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder
@@ -70,7 +71,7 @@ def require_trainable(config: RunConfig, name: str) -> None:
         raise ValueError(f"{name} cannot be trained: {type(error).__name__}: {error}") from error
 
 
-def plan_table(runs: Sequence[PlannedRun], root: Path, gpu: str) -> pd.DataFrame:
+def plan_table(runs: Sequence[PlannedRun], root: Path, gpu: str | None) -> pd.DataFrame:
     """Every run with its cost and whether it is finished; nothing is executed."""
     return pd.DataFrame(
         {
@@ -85,7 +86,7 @@ def plan_table(runs: Sequence[PlannedRun], root: Path, gpu: str) -> pd.DataFrame
     )
 
 
-def rich_plan(plan: pd.DataFrame, gpu: str) -> Table:
+def rich_plan(plan: pd.DataFrame, gpu: str | None) -> Table:
     """The plan for the terminal, with the total of the unfinished runs in the last row."""
     shown = {
         "run": plan.run,
@@ -102,17 +103,18 @@ def rich_plan(plan: pd.DataFrame, gpu: str) -> Table:
         "disk": plan.disk_bytes.map(bytes_text),
         "": plan.finished.map({True: "finished", False: ""}),
     }
-    table = terminal_table(tuple(shown), zip(*shown.values(), strict=True), left=("run", ""))
-    table.title = f"{len(plan)} runs; times on one {gpu} at {UTILISATION:.0%} of its peak"
     missing = plan[~plan.finished]
+    sums = {
+        "run": f"{len(missing)} to run",
+        "tokens": count_text(missing.tokens.sum()),
+        "FLOPs": f"{missing.operations.sum():.2e}",
+        "GPU time": hours_text(missing.gpu_hours.sum()),
+        "disk": bytes_text(missing.disk_bytes.sum()),
+    }
+    if gpu is None:
+        del shown["GPU time"]
+    table = terminal_table(tuple(shown), zip(*shown.values(), strict=True), left=("run", ""))
+    table.title = f"{len(plan)} runs; {times_on(gpu)}"
     table.add_section()
-    table.add_row(
-        f"{len(missing)} to run",
-        *[""] * 3,
-        count_text(missing.tokens.sum()),
-        f"{missing.operations.sum():.2e}",
-        hours_text(missing.gpu_hours.sum()),
-        "",
-        bytes_text(missing.disk_bytes.sum()),
-    )
+    table.add_row(*(sums.get(name, "") for name in shown))
     return table

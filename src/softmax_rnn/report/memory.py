@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.ops.monomials import state_size
 from softmax_rnn.training.config import RunConfig
 
@@ -33,8 +34,8 @@ class LayerMemory(NamedTuple):
         return self.kind == "cache"
 
     def __str__(self) -> str:
-        """The size in KiB and the kind."""
-        return f"{self.size / 1024:,.1f} KiB {self.kind}"
+        """The size and the kind."""
+        return f"{bytes_text(self.size)} {self.kind}"
 
 
 def layer_memory(config: RunConfig) -> LayerMemory:

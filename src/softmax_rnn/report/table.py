@@ -11,6 +11,7 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
+from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.data.tasks import is_task
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.systems import Variant
@@ -24,8 +25,9 @@ from softmax_rnn.training.folder import RunFolder, differences
 REFERENCE = "softmax"
 # Fields of a summary that are shown only if one is not 0, and their column titles.
 _EVENTS = {"skipped_steps": "steps skipped", "loss_spikes": "loss spikes"}
-# The corpus may have another path: its text is compared by hash.
-_MAY_DIFFER = ("attention", "layer", "seed", "corpus", "text_column", *RunConfig.neutral_fields())
+# The corpus may have another path, or be read in another way: its text is compared by hash.
+_OF_FILES = ("corpus", "text_column", "encoding", "bad_files")
+_MAY_DIFFER = ("attention", "layer", "seed", *_OF_FILES, *RunConfig.neutral_fields())
 
 
 def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
@@ -191,7 +193,7 @@ def cells(table: pd.DataFrame) -> list[list[str]]:
         f"minus {REFERENCE} [95% interval]": map(difference_text, table.to_dict("records")),
         "tokens/s": table.tokens_per_second.map("{:,.0f}".format),
         "state per layer": map(memory_text, table.to_dict("records")),
-        "peak memory": table.peak_memory_bytes.map(lambda size: f"{size / 2**20:,.0f} MiB"),
+        "peak memory": table.peak_memory_bytes.map(bytes_text),
         **{title: table[x].map("{:,}".format) for x, title in _EVENTS.items() if table[x].any()},
     }
     return [list(shown), *(list(row) for row in zip(*shown.values(), strict=True))]

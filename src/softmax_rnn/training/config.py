@@ -15,6 +15,7 @@ from softmax_rnn._utils.errors import shown, unknown
 from softmax_rnn._utils.files import write_text
 from softmax_rnn._utils.plain_yaml import format_yaml, parse_yaml
 from softmax_rnn._utils.validation import (
+    BadFiles,
     Count,
     NonNegative,
     Positive,
@@ -83,6 +84,10 @@ class TrainingConfig:
             task in rows of block_size tokens. A task has its own tokens: a tokenizer, test_fraction
             and packing do not apply.
         text_column: key or column of the text in JSON lines, Parquet and datasets.
+        encoding: of text files and JSON lines; of several names, as in ``utf-8,cp1252``, each file
+            has the first one in which it can be read.
+        bad_files: ``error``, or ``skip`` to leave out the files that cannot be read; the prepared
+            corpus's manifest names them.
         end_of_text: the token that ends every document; by default the tokenizer's own.
         block_size: tokens per block.
         test_fraction: share of the documents held out.
@@ -131,6 +136,8 @@ class TrainingConfig:
 
     corpus: str = "stdlib"
     text_column: str = "text"
+    encoding: str = "utf-8"
+    bad_files: BadFiles = "error"
     end_of_text: str | None = None
     block_size: BlockSize = 256
     test_fraction: Fraction = 0.02

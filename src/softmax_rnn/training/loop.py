@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from softmax_rnn._utils.files import write_json
 from softmax_rnn._utils.integrity import seal
 from softmax_rnn._utils.progress import ProgressBar, notice
+from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.data import CorpusError, PreparedCorpus, Rows, TaskCorpus
 from softmax_rnn.models.modeling import checkpoint_activations
 from softmax_rnn.training.checkpoint import (
@@ -235,8 +236,8 @@ class Loop:
             raise NonFiniteError(
                 f"{message}; the run stopped before the update, with {self._skipped_in_a_row} "
                 f"steps skipped in a row. Last checkpoint: {self.folder.last_checkpoint}. To skip "
-                "the step, resume with a larger --skip-non-finite; a new run may need a smaller "
-                "--learning-rate or a --gradient-clip."
+                "the step, resume with a larger skip_non_finite; a new run may need a smaller "
+                "learning_rate or a gradient_clip."
             )
         self._skipped_in_a_row += 1
         self.optimizer.zero_grad()  # AdamW skips parameters without a gradient
@@ -345,9 +346,9 @@ class Loop:
         except (OSError, SafetensorError, RuntimeError) as error:
             if isinstance(error, _NOT_DISK_ERRORS) or of_other_processes(error):
                 raise
-            free = shutil.disk_usage(self.folder.path).free / 2**20
+            free = shutil.disk_usage(self.folder.path).free
             raise CheckpointError(
-                f"{name} could not be written: {error}. Its disk has {free:,.0f} MiB left. "
+                f"{name} could not be written: {error}. Its disk has {bytes_text(free)} left. "
                 f"Last checkpoint: {self.folder.last_checkpoint}; when there is room, --resume "
                 "continues from it."
             ) from error

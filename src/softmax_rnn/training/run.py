@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +28,9 @@ from softmax_rnn.data import (
     TaskCorpus,
     TaskRows,
     TokenBlocks,
+    check,
     is_task,
+    left_out,
     load_tokenizer,
     parse_task,
     prepare,
@@ -52,17 +55,46 @@ from softmax_rnn.training.stopping import RunStopped, StopRequest
 
 def load_corpus(config: TrainingConfig, *, workers: int | None = None) -> PreparedCorpus:
     """The run's corpus, from the cache or tokenised by ``workers`` threads (one per core)."""
-    with progress_bar(f"Tokenising {config.corpus}") as progress:
-        return prepare(
+    with progress_bar(config.corpus) as progress:
+        corpus = prepare(
             config.corpus,
             run_tokenizer(config),
-            text_column=config.text_column,
+            **_reading(config),
             test_fraction=config.test_fraction,
             split_seed=config.split_seed,
             max_tokens=config.max_tokens,
             workers=workers,
             progress=progress,
         )
+    _tell(config, corpus.manifest.get("source", {}))
+    return corpus
+
+
+def check_corpora(configs: Iterable[TrainingConfig]) -> None:
+    """Read all local files of the corpora of runs, and tokenise nothing.
+
+    Raises:
+        CorpusError: if files cannot be read; it names all files of a corpus.
+    """
+    found = {
+        repr((config.corpus, _reading(config))): config
+        for config in configs
+        if not is_task(config.corpus)
+    }
+    for config in found.values():
+        with progress_bar(config.corpus) as progress:
+            source = check(config.corpus, **_reading(config), progress=progress)
+        _tell(config, source)
+
+
+def _reading(config: TrainingConfig) -> dict[str, Any]:
+    """The settings by which the files of a corpus are read."""
+    return {name: getattr(config, name) for name in ("text_column", "encoding", "bad_files")}
+
+
+def _tell(config: TrainingConfig, source: dict[str, Any]) -> None:
+    if os.environ.get("RANK", "0") == "0" and (missing := left_out(source)):
+        notice(f"The corpus {config.corpus}: {missing}")
 
 
 def load_rows(config: TrainingConfig) -> tuple[PreparedCorpus | TaskCorpus, Rows, Rows]:
@@ -70,7 +102,7 @@ def load_rows(config: TrainingConfig) -> tuple[PreparedCorpus | TaskCorpus, Rows
     for tracker in config.trackers:
         if find_spec(tracker) is None:
             raise ValueError(
-                f"--{tracker} needs an additional package: pip install 'softmax-rnn[{tracker}]'."
+                f"{tracker}=true needs an additional package: pip install 'softmax-rnn[{tracker}]'."
             )
     if is_task(config.corpus):
         task = parse_task(config.corpus, config.block_size)
@@ -123,7 +155,12 @@ def model_config(config: RunConfig, vocab_size: int, end_of_text: int | None) ->
 @widest_float32_products()
 @leaving_its_group()
 def train(
-    config: TrainingConfig, path: Path, *, resume: bool = False, stop_after: float | None = None
+    config: TrainingConfig,
+    path: Path,
+    *,
+    resume: bool = False,
+    stop_after: float | None = None,
+    ready: Callable[[], None] = lambda: None,
 ) -> RunFolder:
     """Run ``config`` in the folder ``path``, or resume it.
 
@@ -135,6 +172,8 @@ def train(
         path: the run's folder.
         resume: resume an unfinished run from its newest intact checkpoint.
         stop_after: seconds after which to stop as by a signal; None for no limit.
+        ready: called once the settings, the text and the model are known to be valid, before the
+            first step; not for a run that is finished.
 
     Returns:
         The folder, with its results. A finished run is not repeated.
@@ -180,6 +219,7 @@ def train(
                 "fsdp=true shards nothing in a run of one process; to use N of them: torchrun "
                 "--nproc-per-node N -m softmax_rnn train."
             )
+        ready()
         with ExitStack() as until_done:
             stop.defer()  # from here on, processes wait for each other: they must stop together
             checkpoint = _start(loop, resume, until_done)
