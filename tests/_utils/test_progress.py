@@ -9,6 +9,7 @@ from rich.console import Console
 
 from softmax_rnn._utils import progress
 from softmax_rnn._utils.progress import ProgressBar, notice
+from softmax_rnn._utils.units import bytes_text
 
 
 @pytest.fixture
@@ -52,3 +53,28 @@ def test_a_terminal_gets_a_bar_with_the_messages_above(monkeypatch: pytest.Monke
     assert "Step 1: a [message] of its own." in shown
     assert "run[0]" in shown
     assert "100% loss 2.400" in shown
+
+
+def test_another_label_starts_the_bar_anew(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ProgressBar("checking", total=1.0) as bar:
+        bar.update(0.9)
+        clock[0] = 61.0
+        bar.update(0.1, total=1.0, label="tokenising")
+    assert capsys.readouterr().err.startswith("tokenising: 10%")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1,023 bytes"),
+        (1024, "1.0 KiB"),
+        (2**20 - 1, "1.0 MiB"),
+        (39_653_978.2 * 1024, "37.8 GiB"),
+        (2.0**40 * 5000, "5,000.0 TiB"),
+    ],
+)
+def test_sizes_have_the_unit_that_fits(size: float, text: str) -> None:
+    assert bytes_text(size) == text

@@ -71,3 +71,23 @@ def test_a_machine_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     measure_machine()
     measure_machine()
     assert len(measured) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "--steps", "0"],
+        ["train", "--corpus", "no/such"],
+        ["train", "--block-size", "99999999"],
+        ["compare", "softmax", "--corpus", "no/such"],
+    ],
+)
+def test_an_error_comes_alone(
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (97.0, 0.1, 0.1))
+    assert main([*words, "--out", str(tmp_path / "out")]) == 2
+    assert capfd.readouterr().err.startswith("error: ")

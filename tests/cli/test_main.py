@@ -15,6 +15,7 @@ from softmax_rnn._utils import files
 from softmax_rnn._utils.errors import EXIT_CODES
 from softmax_rnn.cli import main as cli
 from softmax_rnn.cli.main import main
+from softmax_rnn.cli.parser import with_flags
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.stopping import RunStopped, StopRequest
 
@@ -54,7 +55,10 @@ def test_help_shows_hyphens(command: str, capsys: pytest.CaptureFixture[str]) ->
         (["train", "--steps", "0"], "--steps must be greater than or equal to 1, not 0."),
         (["train", "--log-every", "7"], "--log-every=7 must divide --evaluate-every=250."),
         (["train", "--schedule-steps", "3"], "--schedule-steps=3 must be at least --steps=1000:"),
-        (["train", "--block-size", "99999999"], "smaller --block-size or a smaller --test-fraction"),
+        (
+            ["train", "--block-size", "99999999"],
+            "smaller --block-size or a smaller --test-fraction",
+        ),
         (["prepare", "stdlib", "--encoding", "latin-0"], "--encoding='latin-0' names 'latin-0'"),
         (["prepare", "stdlib", "--bad-files", "no"], "--bad-files must be one of 'error', 'skip'"),
         (["reproduce", "figure4", "--with", "block_size=1"], "error: block_size must be greater"),
@@ -253,3 +257,29 @@ def test_an_unusable_folder_is_wrong_input(
     assert main(words) == 2
     told = capsys.readouterr().err
     assert re.search(r"Nothing can be written in .* \(.*\): choose|File name too long", told)
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "expected"),
+    [
+        ("train", "block_size must be 3.", "--block-size must be 3."),
+        ("train", "steps must be 3, not 2.", "--steps must be 3, not 2."),
+        ("train", "The steps must be 3.", "The steps must be 3."),
+        ("train", "Give a smaller batch_size.", "Give a smaller --batch-size."),
+        ("train", "use seed=3, steps=4.", "use --seed=3, --steps=4."),
+        (
+            "train",
+            "Allowed: steps, block_size, num_heads.",
+            "Allowed: steps, block_size, num_heads.",
+        ),
+        ("train", "in '/a/block_size/b' and a.block_size", "in '/a/block_size/b' and a.block_size"),
+        ("train", "the key 'block_size' of `block_size`", "the key 'block_size' of `block_size`"),
+        ("train", "rerun with --skip_non_finite", "rerun with --skip-non-finite"),
+        ("train", "max_norm=3 and my_block_size=4", "max_norm=3 and my_block_size=4"),
+        ("reproduce", "block_size=3 and parallel=2", "block_size=3 and --parallel=2"),
+        ("evaluate", "give corpus=NAME", "give --corpus=NAME"),
+        ("trian", "block_size", "block_size"),
+    ],
+)
+def test_messages_name_the_options_of_the_command(words: str, message: str, expected: str) -> None:
+    assert with_flags(words.split(), message) == expected

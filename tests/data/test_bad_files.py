@@ -75,7 +75,12 @@ def test_bad_files_are_left_out_and_told(mixed: Path) -> None:
     corpus = _prepared(mixed, bad_files="skip")
     source = corpus.manifest["source"]
     assert source["files"] == 1
-    assert [Path(name).name for name in source["skipped"]] == ["a.txt", "c.txt", "d.jsonl", "e.txt.gz"]
+    assert [Path(name).name for name in source["skipped"]] == [
+        "a.txt",
+        "c.txt",
+        "d.jsonl",
+        "e.txt.gz",
+    ]
     # The same tokens as without these files.
     alone = _prepared(mixed / "b.txt")
     for split in ("train", "test"):

@@ -19,6 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import softmax_rnn.analysis.conversion_report as conversion_report
+import softmax_rnn.experiments.conversion as conversion
+import softmax_rnn.experiments.conversion_plan as conversion_plan
 from processes import ended, kill, start
 from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn.analysis.evaluation import evaluate
@@ -163,6 +165,68 @@ def _terminated() -> None:
     Loop.gradients = gradients  # type: ignore[method-assign]
 
 
+STOPS = {
+    "scores": "analysis.terms.LayerTerms.add",
+    "fit": "analysis.initial_values.relative_errors",
+    "losses": "analysis.evaluation.token_losses",
+    "heads": "analysis.converted_heads.relative_errors",
+    "decoding": "analysis.decoding.cache_bytes",
+}
+
+
+def test_a_signal_stops_within_a_batch_of_any_stage(
+    source: Path,
+    corpus: Path,
+    calm: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What follows the signal is not computed, and the same command then goes on to the end."""
+    out, seen = tmp_path / "out", dict.fromkeys(STOPS, 0)
+    for name, where in STOPS.items():
+        place, _, function = where.rpartition(".")
+        owner = pkgutil.resolve_name(f"softmax_rnn.{place}")
+        original = getattr(owner, function)
+
+        def stopping(
+            *args: Any, _name: str = name, _original: Any = original, **kwargs: Any
+        ) -> Any:
+            seen[_name] += 1
+            if seen[_name] == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return _original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, function, stopping)
+        assert main(words(source, corpus, out)) == ExitCode.STOPPED
+        assert "rerun the same command to resume" in capsys.readouterr().err
+        assert seen[name] == 2
+        monkeypatch.setattr(owner, function, original)
+    assert main(words(source, corpus, out)) == ExitCode.FINISHED
+    assert_same_weights(out / "model", calm / "model")
+    ours, theirs = (json.loads((x / "conversion.json").read_text()) for x in (out, calm))
+    assert ours["losses"] == theirs["losses"]
+
+
+def test_scores_are_measured_once(
+    source: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage fit that was stopped after them goes on from there, unless its text is another."""
+    given = functools.partial(Conversion.of, str(source), tmp_path, "lolcats:8", str(corpus))
+    measured, original = [], conversion.measured_scores
+
+    def counted(*args: Any) -> Any:
+        measured.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(conversion, "measured_scores", counted)
+    monkeypatch.setattr(conversion, "fit_initial_values", lambda *_: 1 / 0)
+    for seed, times in ((0, 1), (0, 1), (1, 2), (1, 2)):
+        with pytest.raises(ZeroDivisionError):
+            given(**_settings(seed=seed)).execute(["fit"])
+        assert len(measured) == times
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes would want two GPUs")
 def test_two_processes_train_the_stages_one_at_a_time(
@@ -287,10 +351,38 @@ def test_layers_of_a_text() -> None:
         parse_layers("1,0-2")
 
 
-def test_costs_are_told_ahead(source: Path, corpus: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    process = start(words(source, corpus, tmp_path / "out", "--dry_run"), log)
-    assert ended(process) == ExitCode.FINISHED, log.read_text()
-    assert "transfer" in log.read_text()
-    assert "FLOPs" in log.read_text()
+@pytest.mark.parametrize("here", [True, False])
+def test_costs_are_told_ahead(
+    here: bool,
+    source: Path,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(conversion_plan, "_SECONDS", 0.0)
+    if not here:
+        monkeypatch.setattr(conversion_plan, "at_hand", lambda source: False)
+    assert main(words(source, corpus, tmp_path / "out", "--dry_run")) == ExitCode.FINISHED
+    told = capsys.readouterr().out
+    assert all(stage in told for stage in STAGES)
+    assert "FLOPs" in told
+    assert ("estimated from the first batches" in told) == here
+    assert told.count("not known") == (0 if here else 5)
+    assert "A100" not in told
     assert not (tmp_path / "out").exists()
+
+
+def test_the_time_of_work_follows_from_its_first_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(conversion_plan.time, "perf_counter", lambda: now[0])
+
+    def work(progress: Callable[[float], None]) -> None:
+        now[0] += 5.0  # of the first batch, which is slow
+        for number in range(1, 101):
+            now[0] += 2.0
+            progress(number / 100)
+
+    assert conversion_plan.expected_seconds(work, 20.0) == pytest.approx(205.0)
+    assert now[0] < 40.0
+    assert conversion_plan.expected_seconds(work, 1e9) == pytest.approx(205.0)

@@ -56,7 +56,7 @@ class ProgressBar:
             TextColumn("left"),
             TimeRemainingColumn(),
             console=console,
-            speed_estimate_period=60,
+            speed_estimate_period=600,  # so that batches of minutes have a speed, too
             transient=transient,
             disable=not self._live,
         )

@@ -9,11 +9,10 @@ def bytes_text(size: float) -> str:
     """A readable size: ``512 bytes``, ``16.5 KiB``, ``9.2 GiB``."""
     if size < 1024:
         return f"{size:,.0f} bytes"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        size /= 1024
-        if size < 1023.95:  # more would be shown as 1,024.0
-            break
-    return f"{size:,.1f} {unit}"
+    power = 1
+    while power < 4 and size / 1024**power >= 1023.95:  # which would be shown as 1,024.0
+        power += 1
+    return f"{size / 1024**power:,.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
 
 
 def hours_text(hours: float) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,24 +12,23 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 from rich.markup import escape
 from rich.table import Table
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from softmax_rnn._utils.files import write_json, write_text
 from softmax_rnn._utils.progress import ProgressBar
-from softmax_rnn.analysis.converted_heads import converted_heads, has_both, state_off, window_off
-from softmax_rnn.analysis.decoding import decoding_costs
-from softmax_rnn.analysis.evaluation import losses
-from softmax_rnn.models.converted_layer import substituted
+from softmax_rnn.analysis.conversion_measures import (
+    PROMPT,
+    SAMPLES,
+    STATE_OFF,
+    WINDOW_OFF,
+    Findings,
+    measurements,
+)
 from softmax_rnn.report.figure import save
 from softmax_rnn.report.markdown import table as markdown_table
-from softmax_rnn.report.statistics import paired_difference
 from softmax_rnn.report.style import LOOK
 from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training.config import ConversionConfig
@@ -41,9 +39,6 @@ from softmax_rnn.training.opening import open_model
 from softmax_rnn.training.run import load_rows
 
 BLOCKS = 16  # of the test split
-_HEAD_ROWS = 4  # for the figures of heads
-_LENGTHS = tuple(2**n for n in range(4, 13))  # of prompts
-_SAMPLES, _PROMPT, _CONTINUATION = 3, 32, 48  # texts, and tokens of each
 
 _BLUE, _VERMILION, _GRAY = "#0072B2", "#D55E00", "#999999"
 
@@ -84,8 +79,7 @@ def report(
     _, _, split = load_rows(config)
     places = np.linspace(0, len(split) - 1, min(BLOCKS, len(split))).round().astype(int)
     rows = [split[place] for place in places.tolist()]
-    ids = [row["input_ids"] for row in rows]
-    found = _Findings(len(split))
+    found = Findings(len(split))
     for number, stage in enumerate(stages):
         opened = open_model(stage.model)
         model, last = opened.model, number == len(stages) - 1
@@ -94,102 +88,27 @@ def report(
         if number and opened.run is not None:
             kept = ("steps", "tokens", "seconds")
             found.runs[stage.name] = {key: opened.run.summary[key] for key in kept}
-        for name, context in _modes(model, stage.name, number in (1, len(stages) - 1)):
-            with context, ProgressBar(f"Loss of {name}", len(rows), transient=True) as bar:
-                found.losses[name] = _row_losses(model, rows, bar.update)
-        if number:
-            with ProgressBar(f"Heads of {stage.name}", _HEAD_ROWS, transient=True) as bar:
-                heads = converted_heads(model, ids[:_HEAD_ROWS], bar.update)
-            found.heads.append(heads.assign(stage=stage.name))
-        if number == 0 or last:
-            most = getattr(model.config, "max_position_embeddings", None) or math.inf
-            lengths = [length for length in _LENGTHS if length + 16 <= most] or [1]
-            text = torch.cat(ids)
-            text = text.repeat(math.ceil(max(_LENGTHS) / len(text)))
-            with ProgressBar(f"Decoding with {stage.name}", len(lengths), transient=True) as bar:
-                costs = decoding_costs(model, text, lengths, bar.update)
-            found.decoding.append(costs.assign(stage=stage.name))
-            room = int(min(_CONTINUATION, most - _PROMPT))
-            found.samples[stage.name] = _continuations(model, opened.tokenizer, ids, room)
-    prompts = [opened.tokenizer.decode(x[:_PROMPT]) for x in ids[:_SAMPLES]]
-    return _write(found, prompts, config, out)
-
-
-class _Findings:
-    """What was measured, by the name of a stage or of a mode of its model."""
-
-    def __init__(self, blocks: int) -> None:
-        self.blocks = blocks  # of the test split
-        self.losses: dict[str, NDArray[np.float64]] = {}
-        self.heads: list[pd.DataFrame] = []
-        self.decoding: list[pd.DataFrame] = []
-        self.samples: dict[str, list[str]] = {}
-        self.runs: dict[str, dict[str, Any]] = {}
-
-    def loss_table(self) -> pd.DataFrame:
-        """One row per model: its loss, the difference from the source, the share of a gap closed.
-
-        The gap is that between the source and the source with the window alone.
-        """
-        names = list(self.losses)
-        source = self.losses[names[0]]
-        alone = next((self.losses[name] for name in names if name.endswith(_STATE_OFF)), source)
-        gap = paired_difference(alone[None], source[None])
-        rows = []
-        for name, values in self.losses.items():
-            difference = paired_difference(values[None], source[None])
-            row = {
-                "model": name,
-                "loss": values.mean(),
-                "difference": difference.mean,
-                "low": difference.low,
-                "high": difference.high,
-            }
-            if gap.low > 0 and not name.endswith(_WINDOW_OFF):
-                row["gap_closed"] = (alone - values).mean() / gap.mean
-            rows.append(row)
-        return pd.DataFrame(rows)
-
-
-_STATE_OFF, _WINDOW_OFF = ", state off", ", window off"
-
-
-def _modes(model: PreTrainedModel, name: str, parts: bool) -> Iterator[tuple[str, Any]]:
-    """The names and contexts in which a model's loss is measured."""
-    yield name, nullcontext()
-    if parts and has_both(model):
-        yield name + _STATE_OFF, substituted(model, state_off)
-        yield name + _WINDOW_OFF, substituted(model, window_off)
-
-
-def _row_losses(
-    model: PreTrainedModel, rows: Sequence[dict[str, Tensor]], progress: Callable[[int], None]
-) -> NDArray[np.float64]:
-    """The mean loss of every row."""
-    found = losses(model, rows, progress=progress)
-    sums, counts = (x.double().sum(1).numpy() for x in (found.losses, found.predicted))
-    return sums / counts
-
-
-def _continuations(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Sequence[Tensor], tokens: int
-) -> list[str]:
-    """The likeliest continuations of the first tokens of some rows."""
-    prompts = torch.stack([x[:_PROMPT] for x in ids[:_SAMPLES]]).to(model.device)
-    if tokens < 1:
-        return [""] * len(prompts)
-    out = model.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        max_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=tokenizer.eos_token_id or 0,
-    )
-    return tokenizer.batch_decode(out[:, prompts.shape[1] :], skip_special_tokens=True)
+        # That of the end of a text, or any other: generate() wants a token to pad with.
+        padding = opened.tokenizer.eos_token_id or 0
+        for label, measure in measurements(
+            found, stage.name, model, rows, padding, first=not number, second=number == 1, last=last
+        ):
+            with ProgressBar(label, 1.0, transient=True) as bar:
+                measure(bar.update)
+    decoded = opened.tokenizer.batch_decode
+    samples = {
+        name: decoded(tokens, skip_special_tokens=True) for name, tokens in found.samples.items()
+    }
+    prompts = decoded([row["input_ids"][:PROMPT] for row in rows[:SAMPLES]])
+    return _write(found, prompts, samples, config, out)
 
 
 def _write(
-    found: _Findings, prompts: list[str], config: ConversionConfig, out: Path
+    found: Findings,
+    prompts: list[str],
+    samples: dict[str, list[str]],
+    config: ConversionConfig,
+    out: Path,
 ) -> tuple[Table, list[Path]]:
     table, decoding = found.loss_table(), pd.concat(found.decoding)
     heads = pd.concat(found.heads)
@@ -202,13 +121,13 @@ def _write(
         "runs": found.runs,
         "losses": _plain(table),
         "decoding": _plain(decoding),
-        "samples": {"prompts": prompts, **found.samples},
+        "samples": {"prompts": prompts, **samples},
     }
     write_json(out / "conversion.json", data)
     write_text(out / "heads.csv", heads.to_csv(index=False))
     title = f"{Path(config.source).name} with {config.attention}"
     figures = _draw(table, heads, decoding, out, title)
-    write_text(out / "conversion.md", _page(table, decoding, prompts, found, config))
+    write_text(out / "conversion.md", _page(table, decoding, prompts, samples, found, config))
     shown = terminal_table(_HEADER, _cells(table), left=_HEADER[:1])
     shown.caption = escape(_caption(config, found, table))
     return shown, [out / "conversion.json", out / "heads.csv", *figures, out / "conversion.md"]
@@ -230,7 +149,7 @@ def _cells(table: pd.DataFrame) -> list[list[str]]:
     ]
 
 
-def _caption(config: ConversionConfig, found: _Findings, table: pd.DataFrame) -> str:
+def _caption(config: ConversionConfig, found: Findings, table: pd.DataFrame) -> str:
     count = len(next(iter(found.losses.values())))
     words = (
         f"Loss in nats per token on {count} of the {found.blocks} blocks of {config.block_size} "
@@ -244,7 +163,7 @@ def _caption(config: ConversionConfig, found: _Findings, table: pd.DataFrame) ->
     return words
 
 
-def _training(found: _Findings) -> str:
+def _training(found: Findings) -> str:
     """How long each stage trained."""
     return " ".join(
         f"{name}: {run['steps']:,} steps, {run['tokens']:,} tokens, {run['seconds'] / 60:.1f} min."
@@ -256,7 +175,8 @@ def _page(
     table: pd.DataFrame,
     decoding: pd.DataFrame,
     prompts: list[str],
-    found: _Findings,
+    samples: dict[str, list[str]],
+    found: Findings,
     config: ConversionConfig,
 ) -> str:
     wide = decoding.pivot_table(index="tokens", columns="stage")
@@ -273,7 +193,7 @@ def _page(
     texts = []
     for number, prompt in enumerate(prompts):
         quoted = {"prompt": prompt}
-        quoted |= {name: continued[number] for name, continued in found.samples.items()}
+        quoted |= {name: continued[number] for name, continued in samples.items()}
         texts += [f"**{name}**\n\n    " + x.replace("\n", "\n    ") for name, x in quoted.items()]
     return (
         "\n\n".join(
@@ -322,7 +242,7 @@ def _draw(
 def _draw_losses(ax: Axes, table: pd.DataFrame) -> None:
     places = np.arange(len(table))[::-1]
     colors = [
-        _VERMILION if name.endswith((_STATE_OFF, _WINDOW_OFF)) else _BLUE for name in table.model
+        _VERMILION if name.endswith((STATE_OFF, WINDOW_OFF)) else _BLUE for name in table.model
     ]
     colors[0] = _GRAY
     ax.hlines(places, table.loss.min(), table.loss, color=colors, linewidth=1)

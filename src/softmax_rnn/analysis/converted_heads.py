@@ -38,7 +38,7 @@ def has_both(model: PreTrainedModel) -> bool:
 def converted_heads(
     model: PreTrainedModel,
     rows: Sequence[Tensor],
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> pd.DataFrame:
     """One row per converted layer and head.
 
@@ -53,12 +53,16 @@ def converted_heads(
     Args:
         model: a converted model.
         rows: rows of token ids [T], of equal lengths.
-        progress: called with the number of rows that are done.
+        progress: called with the share that is done, after each layer of each row.
     """
     model.eval()
     sums: dict[ConvertedLayer, dict[str, Tensor]] = {x: {} for x in converted_layers(model)}
 
+    calls = 0
+
     def compare(what: Attending) -> Tensor:
+        nonlocal calls
+        calls += 1
         expected, found = what.source(), what.converted()
         measured = {"error": relative_errors(found, expected)[0]}
         if what.layer.spec.outside == "series":
@@ -68,12 +72,12 @@ def converted_heads(
         total = sums[what.layer]
         for name, value in measured.items():
             total[name] = total.get(name, 0.0) + value.double().cpu()
+        progress(calls / (len(rows) * len(sums)))
         return expected
 
     with substituted(model, compare):
-        for done, ids in enumerate(rows, start=1):
+        for ids in rows:
             model.base_model(input_ids=ids.unsqueeze(0).to(model.device), use_cache=False)
-            progress(done)
     return pd.concat(
         pd.DataFrame(
             {

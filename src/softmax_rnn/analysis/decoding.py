@@ -22,7 +22,7 @@ def decoding_costs(
     model: PreTrainedModel,
     ids: Tensor,
     lengths: Sequence[int],
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> pd.DataFrame:
     """The cache and the speed of a model after prompts of several lengths.
 
@@ -30,15 +30,15 @@ def decoding_costs(
         model: any causal language model.
         ids: token ids [T], at least as many as the longest prompt.
         lengths: numbers of tokens of the prompts.
-        progress: called with the number of prompts that are done.
+        progress: called with the share of all prompts' tokens that are done.
 
     Returns:
         One row per length: ``tokens``, ``cache_bytes``, ``tokens_per_second`` (the median of 8
         single tokens).
     """
     model.eval()
-    rows = []
-    for done, length in enumerate(lengths, start=1):
+    rows: list[dict[str, float]] = []
+    for length in lengths:
         new_cache = getattr(model, "new_cache", lambda: DynamicCache(config=model.config))
         cache, prompt = new_cache(), ids[None, :length].to(model.device)
         model.base_model(input_ids=prompt, past_key_values=cache, use_cache=True)
@@ -52,7 +52,7 @@ def decoding_costs(
             seconds.append(time.perf_counter() - started)
         rate = 1 / float(np.median(seconds))
         rows.append({"tokens": length, "cache_bytes": size, "tokens_per_second": rate})
-        progress(done)
+        progress(sum(row["tokens"] for row in rows) / sum(lengths))
     return pd.DataFrame(rows)
 
 

@@ -25,7 +25,7 @@ _LOGITS = tuple(range(-12, 7))
 def fit_initial_values(
     model: PreTrainedModel,
     rows: Sequence[Tensor],
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> None:
     """Set the factor of the weights outside a window of each head, in place.
 
@@ -37,7 +37,7 @@ def fit_initial_values(
     Args:
         model: a converted model with its source's weights.
         rows: rows of token ids [T], of equal lengths.
-        progress: called with the number of rows that are done.
+        progress: called with the share that is done, after each layer of each row.
 
     Raises:
         FloatingPointError: if an error is not finite.
@@ -46,8 +46,11 @@ def fit_initial_values(
     if not layers:
         return
     errors: dict[ConvertedLayer, Tensor] = {}
+    calls, of_all = 0, len(rows) * len(converted_layers(model))
 
     def compare(what: Attending) -> Tensor:
+        nonlocal calls
+        calls += 1
         expected = what.source()
         if what.layer in layers:
             ones = what.query.new_ones(expected.shape[2])
@@ -56,12 +59,12 @@ def fit_initial_values(
                 for logit in _LOGITS
             ]
             errors[what.layer] = errors.get(what.layer, 0.0) + torch.stack(found)
+        progress(calls / of_all)
         return expected
 
     with substituted(model, compare):
-        for done, ids in enumerate(rows, start=1):
+        for ids in rows:
             model.base_model(input_ids=ids.unsqueeze(0).to(model.device), use_cache=False)
-            progress(done)
     for layer, sums in errors.items():
         if not sums.isfinite().all():
             raise FloatingPointError(f"An output of {layer.record.module} is not finite.")

@@ -66,9 +66,13 @@ def _options(parser: ArgumentParser, _: dict[str, Any]) -> None:
 
 
 def _convert(parsed: Namespace) -> int:
-    from softmax_rnn.experiments.conversion import Conversion
-    from softmax_rnn.experiments.costs import conversion_table
+    from transformers.utils.logging import disable_progress_bar
 
+    from softmax_rnn.experiments.conversion import Conversion, timed
+    from softmax_rnn.experiments.conversion_plan import conversion_table
+    from softmax_rnn.experiments.costs import chosen_gpu
+
+    disable_progress_bar()  # it would cover our own
     layers = None if parsed.layers is None else parse_layers(parsed.layers)
     conversion = Conversion.of(
         parsed.source,
@@ -80,14 +84,14 @@ def _convert(parsed: Namespace) -> int:
         finetune=parse_fields(parsed.finetune_fields),
     )
     if parsed.dry_run:
-        show(conversion_table(conversion.transfer, conversion.finetune, parsed.gpu))
+        show(conversion_table(conversion, chosen_gpu(parsed.gpu)))
         return 0
     left = time_left(stop_after(parsed))
     conversion.execute(parsed.stages, left)
     if "report" in parsed.stages and os.environ.get("RANK", "0") == "0":
         from softmax_rnn.analysis.conversion_report import report
 
-        with StopRequest(left()):
+        with timed("report"), StopRequest(left()):
             stages, settings, out = conversion.models, conversion.finetune, conversion.out
             table, paths = report(stages, settings, out, conversion.source_hash)
         show(table)

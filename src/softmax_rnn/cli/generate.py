@@ -45,8 +45,8 @@ class Generation:
         if self.recurrent_bytes is None:
             return f"cache: {self.cache}; {sizes}; this attention has no recurrent form"
         return (
-            f"cache: {self.cache}; recurrent cache {bytes_text(self.recurrent_bytes)} at any length, "
-            f"{sizes}; the recurrent cache is smaller from {self.smaller_from:,} tokens on"
+            f"cache: {self.cache}; recurrent cache {bytes_text(self.recurrent_bytes)} at any "
+            f"length, {sizes}; the recurrent cache is smaller from {self.smaller_from:,} tokens on"
         )
 
 

@@ -50,7 +50,9 @@ def progress_bar(corpus: str) -> Iterator[Callable[[Progress], None]]:
 
         def show(progress: Progress) -> None:
             speed = f"{progress.tokens:,} tokens, {progress.tokens_per_second:,.0f}/s"
-            what = f"Checking the files of {corpus}" if progress.checking else f"Tokenising {corpus}"
+            what = (
+                f"Checking the files of {corpus}" if progress.checking else f"Tokenising {corpus}"
+            )
             bar.update(
                 progress.share or 0,
                 "" if progress.checking else speed,
@@ -74,6 +76,7 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     workers: int | None = None,
     cache: Path | None = None,
+    create: bool = True,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> PreparedCorpus:
     """Tokenise ``corpus``, resume an interrupted preparation, or find the corpus in the cache.
@@ -100,12 +103,14 @@ def prepare(
         workers: threads that tokenise, by default and at most one per core. Each reads about four
             million characters ahead. The result does not depend on their number.
         cache: folder of prepared corpora; by default the user's (``_utils.machine``).
+        create: whether to tokenise a corpus that is not prepared.
         progress: called regularly.
 
     Raises:
         ValueError: for an invalid argument.
-        CorpusError: if files cannot be read (it names all of them), if there is no text, or if a prepared corpus is
-            damaged or has other settings.
+        CorpusError: if files cannot be read (it names all of them), if there is no text, or if a
+            prepared corpus is damaged or has other settings.
+        FileNotFoundError: without ``create``, if the corpus is not prepared.
         OSError: if the disk is full. Finished shards are kept, and the next call resumes.
     """
     encoder = Encoder(tokenizer)
@@ -136,6 +141,8 @@ def prepare(
         key = sha256(json.dumps([FORMAT, settings, source.identity]))[:16]
         folder = (cache or cache_folder()) / f"corpus-{key}"
         if not (folder / MANIFEST).exists():
+            if not create:
+                raise FileNotFoundError(f"The corpus {corpus!r} is not prepared.")
             threads = min(workers or _cores(), _cores())
             _create(folder, Preparation(source, encoder, about, threads, progress).run)
     prepared = PreparedCorpus.open(folder)

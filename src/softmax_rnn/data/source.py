@@ -132,8 +132,8 @@ class LocalSource:
         advice = []
         if any("is not text in" in message for message in messages):
             advice.append(
-                "encoding=utf-16 would read them as UTF-16, and encoding=utf-8,cp1252 every file in "
-                "the first of these that fits"
+                "encoding=utf-16 would read them as UTF-16, and encoding=utf-8,cp1252 every file "
+                "in the first of these that fits"
             )
         if len(messages) < len(self.files):
             advice.append("bad_files=skip leaves them out")
@@ -162,7 +162,7 @@ class LocalSource:
 class HubSource:
     """A dataset of the Hugging Face Hub, streamed: only its tokens are stored."""
 
-    def __init__(self, corpus: str, text_column: str, *_: str) -> None:
+    def __init__(self, corpus: str, text_column: str, *of_files: str) -> None:
         self.corpus, self.column = corpus, text_column
         self.name, _, config = corpus.removeprefix(HUB).partition("@")
         self.config = config or None

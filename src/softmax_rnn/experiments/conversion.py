@@ -25,17 +25,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from softmax_rnn._utils.errors import require_choice
 from softmax_rnn._utils.files import make_writable, write_json, write_text
-from softmax_rnn._utils.integrity import MANIFEST, damage, seal
+from softmax_rnn._utils.integrity import MANIFEST, damage, seal, sha256
 from softmax_rnn._utils.plain_yaml import format_yaml, parse_yaml
 from softmax_rnn._utils.progress import ProgressBar, notice
 from softmax_rnn.analysis.analyze import analyze
 from softmax_rnn.analysis.conversion_report import Stage
 from softmax_rnn.analysis.figure import draw
 from softmax_rnn.analysis.initial_values import fit_initial_values
-from softmax_rnn.analysis.result import write
+from softmax_rnn.analysis.result import Analysis, write
 from softmax_rnn.experiments.compare import read_variant
 from softmax_rnn.models.converted_layer import converted_layers
 from softmax_rnn.training.checkpoint import PROGRESS, STATE, newest_whole
@@ -49,7 +51,7 @@ from softmax_rnn.training.stopping import StopRequest
 _COUNTS = "counts.json"
 # Files of a checkpoint that are no part of a saved model.
 _OF_RUNS = (MANIFEST, PROGRESS, STATE, "*.jsonl")
-_ROWS = 4  # of text, for fitted initial values
+ROWS = 4  # of text, for fitted initial values
 _MAX_ORDER = 32  # of a head's series, in the measured scores
 
 # Settings of both runs, and of each one, in place of those of a ConversionConfig.
@@ -166,7 +168,7 @@ class Conversion:
         make_writable(self.out)
         self._check_settings()
         if "fit" in stages and not self.fitted.exists():
-            with _timed("fit"), StopRequest(left()):
+            with timed("fit"), StopRequest(left()):
                 self._fit()
         if not self.fitted.exists():
             raise ValueError(f"There is no {self.fitted}: run the stage 'fit' first.")
@@ -184,13 +186,13 @@ class Conversion:
             notice("The new attention has no parameters of its own: the stage transfer is skipped.")
         elif "transfer" in stages:
             config = dataclasses.replace(self.transfer, source=str(self.fitted))
-            with _timed("transfer"):
+            with timed("transfer"):
                 train(config, self.transfer_run.path, resume=True, stop_after=left())
         if "finetune" in stages:
             if transferable and not self.transfer_run.finished:
                 raise ValueError(f"{start} is not finished: run the stage 'transfer' first.")
             config = dataclasses.replace(self.finetune, source=str(start))
-            with _timed("finetune"):
+            with timed("finetune"):
                 train(config, self.finetune_run.path, resume=True, stop_after=left())
             # One process of a run publishes it, once.
             if os.environ.get("RANK", "0") == "0" and not self.model.exists():
@@ -222,18 +224,18 @@ class Conversion:
         _, rows, _ = load_rows(self.transfer)
         # First, since it refuses what cannot be converted.
         model, identity = converted_source(self.transfer)
-        chosen = np.random.default_rng(self.transfer.seed).integers(len(rows), size=_ROWS)
+        chosen = np.random.default_rng(self.transfer.seed).integers(len(rows), size=ROWS)
         ids = [rows[int(i)]["input_ids"] for i in chosen]
-        with ProgressBar("Measuring scores", 1.0) as bar:
-            scores = analyze(
-                open_model(self.transfer.source).model,
-                torch.stack(ids[:1]),
-                max_order=_MAX_ORDER,
-                progress=bar.update,
-            )
-        write(scores, self.out / "scores")
-        draw(scores, self.out / "scores", title=self.transfer.source)
-        with ProgressBar("Fitting initial values", _ROWS) as bar:
+        about = sha256(json.dumps([identity, ids[0].tolist()]))
+        done = self.out / "scores" / "of.sha256"
+        if not done.exists() or done.read_text() != about:  # else stopped after it
+            with ProgressBar("Measuring scores", 1.0) as bar:
+                source = open_model(self.transfer.source).model
+                scores = measured_scores(source, ids, bar.update)
+            write(scores, self.out / "scores")
+            draw(scores, self.out / "scores", title=self.transfer.source)
+            write_text(done, about)
+        with ProgressBar("Fitting initial values", 1.0) as bar:
             fit_initial_values(model, ids, bar.update)
         parts = self.out / ".fitted.parts"
         shutil.rmtree(parts, ignore_errors=True)
@@ -263,8 +265,15 @@ class Conversion:
         parts.rename(self.model)
 
 
+def measured_scores(
+    source: PreTrainedModel, ids: Sequence[Tensor], progress: Callable[[float], None]
+) -> Analysis:
+    """The scores of the source's heads, on the first of some rows."""
+    return analyze(source, torch.stack(list(ids[:1])), max_order=_MAX_ORDER, progress=progress)
+
+
 @contextlib.contextmanager
-def _timed(stage: str) -> Iterator[None]:
+def timed(stage: str) -> Iterator[None]:
     """Tell when a stage starts and how long it took."""
     started = time.monotonic()
     notice(f"Stage {stage}")

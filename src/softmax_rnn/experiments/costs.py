@@ -8,11 +8,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-from rich.table import Table
 
 from softmax_rnn._utils.errors import require_choice
-from softmax_rnn._utils.units import bytes_text, count_text, hours_text
-from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training.config import ConversionConfig, RunConfig
 
 # Dense bfloat16 operations per second, from the data sheets.
@@ -141,30 +138,6 @@ def conversion_cost(config: ConversionConfig, gpu: str | None) -> Cost:
         + 4.0 * micro * (layers * 14 * sizes.hidden_size + 2 * logits),
         disk_bytes=4.0 * parameters * 2,
     )
-
-
-def conversion_table(transfer: ConversionConfig, finetune: ConversionConfig, gpu: str) -> Table:
-    """The stages of a conversion and their costs, for the terminal."""
-    rows = []
-    for name, config in (("transfer", transfer), ("finetune", finetune)):
-        found = conversion_cost(config, gpu)
-        rows.append(
-            [
-                name,
-                count_text(found.parameters),
-                f"{config.batch_size} x {config.block_size}",
-                f"{config.steps:,}",
-                count_text(found.tokens),
-                f"{found.operations:.2e}",
-                hours_text(found.gpu_hours),
-                bytes_text(found.memory_bytes),
-                bytes_text(found.disk_bytes),
-            ]
-        )
-    header = ("stage", "parameters", "tokens/step", "steps", "tokens", "FLOPs", "GPU time")
-    table = terminal_table((*header, "memory", "disk"), rows, left=("stage",))
-    table.title = f"Times on one {gpu} at {UTILISATION:.0%} of its peak; fit and report are short"
-    return table
 
 
 def _vocabulary(config: RunConfig) -> int:

@@ -186,6 +186,8 @@ def _state(run: PlannedRun) -> dict[str, Any]:
         return {"completed": 0, "text": "starting"}
     row = json.loads(lines[-1])
     loss = "no update" if row["loss"] is None else f"loss {row['loss']:.3f}"
+    if row["step"] == run.config.steps and not run.folder.finished:
+        loss += ", last evaluation"  # which takes a while after the last step
     return {"completed": row["step"], "text": loss}
 
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from softmax_rnn._utils.files import write_json
 from softmax_rnn._utils.integrity import seal
-from softmax_rnn._utils.progress import ProgressBar, notice
+from softmax_rnn._utils.progress import notice
 from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.data import CorpusError, PreparedCorpus, Rows, TaskCorpus
 from softmax_rnn.models.modeling import checkpoint_activations
@@ -45,6 +45,7 @@ from softmax_rnn.training.metrics import MetricRows
 from softmax_rnn.training.objectives import objective
 from softmax_rnn.training.optimizer import adamw
 from softmax_rnn.training.stopping import RunStopped, StopRequest, foremost
+from softmax_rnn.training.work import RunBar
 
 _NOT_DISK_ERRORS = (torch.OutOfMemoryError, ChildProcessError)
 
@@ -125,11 +126,11 @@ class Loop:
                 self._resume(checkpoint)
             tokens_between = functools.partial(self.train_rows.drawn_tokens, self.config.seed)
             self.metrics = MetricRows(self.config, self.folder, tokens_between)
-            label = self.folder.path.name
+            label, work = self.folder.path.name, len(self.test_rows) * self._test_length()
             shown = self.accelerator.is_main_process
             with (
                 within(self),
-                ProgressBar(label, self.config.steps, self.step, visible=shown) as self.bar,
+                RunBar(label, self.config, work, self.step, visible=shown) as self.bar,
             ):
                 self._steps()
         except RuntimeError as error:
@@ -165,7 +166,7 @@ class Loop:
             last = self.step == config.steps
             if self.step % config.log_every == 0 or last:
                 shown = self._log(rate, norm)
-            self.bar.update(self.step, shown)
+            self.bar.trained(self.step, shown)
             if stopped:
                 self._stop(stopped)
             if self._evaluation_is_due():
@@ -262,8 +263,7 @@ class Loop:
         """
         teams, team = self.teams, self.team
         count = len(self.test_rows)
-        longer = len(self.test_rows[0]["input_ids"]) / self.config.block_size  # of a task's rows
-        size = max(1, int(2 * self.share / longer))  # twice as many: no gradients
+        size = max(1, int(2 * self.share / self._test_length()))  # twice as many: no gradients
         size = min(size, -(-count // teams))
         sums = torch.zeros(3, count, dtype=torch.float64, device=self.accelerator.device)
         self.model.eval()
@@ -275,6 +275,7 @@ class Loop:
             found = self.test_batch([min(place, count - 1) for place in places])
             mine = [place for place in places if place < count]
             sums[:, mine] = found[:, : len(mine)]
+            self.bar.tested(self.step, min(1.0, (start + size * teams) / count))
         losses, right, counts = self.accelerator.reduce(sums, "sum").cpu().numpy()
         if not counts.any():
             raise CorpusError("The test split has no token to predict: each row is one token long.")
@@ -288,7 +289,11 @@ class Loop:
             self.metrics.add_evaluation(self.step, loss, accuracy)
         self.accelerator.log({"test_loss": loss, "test_accuracy": accuracy}, self.step)
         self._end_if_accurate(self.step, accuracy)
-        self.bar.update(self.step, f"test {loss:.3f}")
+        self.bar.tested(self.step, 1.0, f"test {loss:.3f}")
+
+    def _test_length(self) -> float:
+        """The length of a test row over that of a block: a task's may be longer."""
+        return len(self.test_rows[0]["input_ids"]) / self.config.block_size
 
     def test_batch(self, places: Sequence[int]) -> Tensor:
         """Of each of these test rows: its losses' sum, its right and its predicted tokens.

@@ -53,8 +53,13 @@ from softmax_rnn.training.opening import tokenizer_name
 from softmax_rnn.training.stopping import RunStopped, StopRequest
 
 
-def load_corpus(config: TrainingConfig, *, workers: int | None = None) -> PreparedCorpus:
-    """The run's corpus, from the cache or tokenised by ``workers`` threads (one per core)."""
+def load_corpus(
+    config: TrainingConfig, *, workers: int | None = None, create: bool = True
+) -> PreparedCorpus:
+    """The run's corpus, from the cache or tokenised by ``workers`` threads (one per core).
+
+    Without ``create``, ``FileNotFoundError`` for one that is not prepared.
+    """
     with progress_bar(config.corpus) as progress:
         corpus = prepare(
             config.corpus,
@@ -64,6 +69,7 @@ def load_corpus(config: TrainingConfig, *, workers: int | None = None) -> Prepar
             split_seed=config.split_seed,
             max_tokens=config.max_tokens,
             workers=workers,
+            create=create,
             progress=progress,
         )
     _tell(config, corpus.manifest.get("source", {}))
@@ -97,8 +103,10 @@ def _tell(config: TrainingConfig, source: dict[str, Any]) -> None:
         notice(f"The corpus {config.corpus}: {missing}")
 
 
-def load_rows(config: TrainingConfig) -> tuple[PreparedCorpus | TaskCorpus, Rows, Rows]:
-    """The run's corpus, and its rows for training and testing."""
+def load_rows(
+    config: TrainingConfig, *, create: bool = True
+) -> tuple[PreparedCorpus | TaskCorpus, Rows, Rows]:
+    """The run's corpus (as :func:`load_corpus`), and its rows for training and testing."""
     for tracker in config.trackers:
         if find_spec(tracker) is None:
             raise ValueError(
@@ -108,7 +116,7 @@ def load_rows(config: TrainingConfig) -> tuple[PreparedCorpus | TaskCorpus, Rows
         task = parse_task(config.corpus, config.block_size)
         test_rows = TaskRows(task.for_testing(), "test", config.split_seed)
         return TaskCorpus.of(task, test_rows), TaskRows(task, "train", config.seed), test_rows
-    corpus = load_corpus(config)
+    corpus = load_corpus(config, create=create)
     corpus.check_unchanged()
     rows = DocumentRows if config.packing == "documents" else TokenBlocks
     train, test = (rows(corpus, split, config.block_size) for split in SPLITS)

@@ -1,0 +1,162 @@
+"""What is measured of the models of a conversion."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from softmax_rnn.analysis.converted_heads import converted_heads, has_both, state_off, window_off
+from softmax_rnn.analysis.decoding import decoding_costs
+from softmax_rnn.analysis.evaluation import losses
+from softmax_rnn.models.converted_layer import substituted
+from softmax_rnn.report.statistics import paired_difference
+
+_HEAD_ROWS = 4  # for the figures of heads
+_LENGTHS = tuple(2**n for n in range(4, 13))  # of prompts
+SAMPLES, PROMPT, _CONTINUATION = 3, 32, 48  # texts, and tokens of each
+STATE_OFF, WINDOW_OFF = ", state off", ", window off"  # of names
+
+Measure = Callable[[Callable[[float], None]], None]  # takes what is called with the share done
+
+
+def measurements(
+    found: Findings,
+    name: str,
+    model: PreTrainedModel,
+    rows: Sequence[dict[str, Tensor]],
+    padding: int,
+    *,
+    first: bool,
+    second: bool,
+    last: bool,
+) -> Iterator[tuple[str, Measure]]:
+    """What is measured of the model of a stage, in order: labels, and what adds to ``found``.
+
+    Args:
+        found: what is added to.
+        name: of the stage.
+        model: of the stage; it is not moved.
+        rows: of the test split.
+        padding: a token.
+        first: whether it is the pretrained model.
+        second: whether it is the one without training.
+        last: whether it is the result.
+    """
+    ids = [row["input_ids"] for row in rows]
+    most = getattr(model.config, "max_position_embeddings", None) or math.inf
+
+    def loss(mode: str, context: Any, progress: Callable[[float], None]) -> None:
+        with context:
+            found.losses[mode] = _row_losses(model, rows, lambda done: progress(done / len(rows)))
+
+    def heads(progress: Callable[[float], None]) -> None:
+        table = converted_heads(model, ids[:_HEAD_ROWS], progress)
+        found.heads.append(table.assign(stage=name))
+
+    def decoding(progress: Callable[[float], None]) -> None:
+        lengths = [length for length in _LENGTHS if length + 16 <= most] or [1]
+        text = torch.cat(ids)
+        text = text.repeat(math.ceil(max(_LENGTHS) / len(text)))
+        found.decoding.append(decoding_costs(model, text, lengths, progress).assign(stage=name))
+
+    def continuations(progress: Callable[[float], None]) -> None:
+        room = int(min(_CONTINUATION, most - PROMPT))
+        found.samples[name] = _continuations(model, padding, ids, room, progress)
+
+    for mode, context in _modes(model, name, second or last):
+        yield f"Loss of {mode}", functools.partial(loss, mode, context)
+    if not first:
+        yield f"Heads of {name}", heads
+    if first or last:
+        yield f"Decoding with {name}", decoding
+        yield f"Continuations of {name}", continuations
+
+
+class Findings:
+    """What was measured, by the name of a stage or of a mode of its model."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks  # of the test split
+        self.losses: dict[str, NDArray[np.float64]] = {}
+        self.heads: list[pd.DataFrame] = []
+        self.decoding: list[pd.DataFrame] = []
+        self.samples: dict[str, Tensor] = {}  # token ids of continuations
+        self.runs: dict[str, dict[str, Any]] = {}
+
+    def loss_table(self) -> pd.DataFrame:
+        """One row per model: its loss, the difference from the source, the share of a gap closed.
+
+        The gap is that between the source and the source with the window alone.
+        """
+        names = list(self.losses)
+        source = self.losses[names[0]]
+        alone = next((self.losses[name] for name in names if name.endswith(STATE_OFF)), source)
+        gap = paired_difference(alone[None], source[None])
+        rows = []
+        for name, values in self.losses.items():
+            difference = paired_difference(values[None], source[None])
+            row = {
+                "model": name,
+                "loss": values.mean(),
+                "difference": difference.mean,
+                "low": difference.low,
+                "high": difference.high,
+            }
+            if gap.low > 0 and not name.endswith(WINDOW_OFF):
+                row["gap_closed"] = (alone - values).mean() / gap.mean
+            rows.append(row)
+        return pd.DataFrame(rows)
+
+
+def _modes(model: PreTrainedModel, name: str, parts: bool) -> Iterator[tuple[str, Any]]:
+    """The names and contexts in which a model's loss is measured."""
+    yield name, nullcontext()
+    if parts and has_both(model):
+        yield name + STATE_OFF, substituted(model, state_off)
+        yield name + WINDOW_OFF, substituted(model, window_off)
+
+
+def _row_losses(
+    model: PreTrainedModel, rows: Sequence[dict[str, Tensor]], progress: Callable[[int], None]
+) -> NDArray[np.float64]:
+    """The mean loss of every row."""
+    found = losses(model, rows, progress=progress)
+    sums, counts = (x.double().sum(1).numpy() for x in (found.losses, found.predicted))
+    return sums / counts
+
+
+def _continuations(
+    model: PreTrainedModel,
+    padding: int,
+    ids: Sequence[Tensor],
+    tokens: int,
+    progress: Callable[[float], None],
+) -> Tensor:
+    """The likeliest continuations of the first tokens of some rows."""
+    prompts = torch.stack([x[:PROMPT] for x in ids[:SAMPLES]]).to(model.device)
+    if tokens < 1:
+        return prompts[:, :0]
+
+    def count(so_far: Tensor, *_: Any, **__: Any) -> Tensor:
+        progress((so_far.shape[1] - prompts.shape[1]) / tokens)
+        return torch.zeros(len(so_far), dtype=torch.bool, device=so_far.device)
+
+    out = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=padding,
+        stopping_criteria=[count],  # that never stops
+    )
+    return out[:, prompts.shape[1] :]
