@@ -122,9 +122,17 @@ def test_prepare_stopped_after_a_shard_can_be_resumed(
 
 
 def test_reproduce_dry_run_and_claims(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["reproduce", "figure2", "--scale", "paper", "--dry-run"]) == 0
+    assert "A100-80GB" in (shown := capsys.readouterr().out).splitlines()[0]
+    assert " h " not in shown
+    there = ["reproduce", "figure2", "--scale", "paper", "--dry-run", "--gpu", "A100-80GB"]
+    assert main(there) == 0
     shown = capsys.readouterr().out
     assert shown.count("275.3 M") == 6
     assert "36 x 1024" in shown

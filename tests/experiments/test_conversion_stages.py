@@ -174,6 +174,7 @@ STOPS = {
 }
 
 
+@pytest.mark.slow
 def test_a_signal_stops_within_a_batch_of_any_stage(
     source: Path,
     corpus: Path,
@@ -291,6 +292,24 @@ def test_settings_bind_from_the_first_result_on(source: Path, corpus: Path, tmp_
         given = Conversion.of(str(source), tmp_path, "lolcats:8", str(corpus), **settings)
         with pytest.raises(ValueError, match=message) if message else nullcontext():
             given.execute(["fit"])
+
+
+def test_settings_of_an_earlier_version_are_known(tmp_path: Path) -> None:
+    given = Conversion.of("a", tmp_path, "lolcats:8", "b", **_settings())
+    given._check_settings()
+    given.fitted.mkdir()
+    file = tmp_path / "conversion.yaml"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(x for x in lines if "encoding" not in x and "bad_files" not in x))
+    given._check_settings()
+    with pytest.raises(ValueError, match="other settings of transfer .encoding: 'utf-8' there"):
+        Conversion.of(
+            "a", tmp_path, "lolcats:8", "b", **_settings(encoding="latin-1")
+        )._check_settings()
+    for wrong in ("[]", "a: 1", "transfer: 3\nfinetune: 3", "transfer: {stps: 3}"):
+        file.write_text(wrong)
+        with pytest.raises(ValueError, match="is not what a conversion has written"):
+            given._check_settings()
 
 
 def test_the_result_knows_its_text(calm: Path) -> None:

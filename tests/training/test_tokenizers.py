@@ -93,7 +93,7 @@ def test_without_an_end_of_text_nothing_is_prepared(
     assert main(words) == 2
     told = capsys.readouterr().err
     assert "no end-of-text token to end documents with: name one of its tokens with" in told
-    assert "end_of_text. Its special tokens: <unk>, <s>, </s>." in told
+    assert "--end-of-text. Its special tokens: <unk>, <s>, </s>." in told
     assert main([*words, "--end-of-text", "</ss>"]) == 2
     told = capsys.readouterr().err
     assert "has no token '</ss>' to end documents with. Did you mean '</s>'?" in told

@@ -208,11 +208,11 @@ class Conversion:
             return
         found = parse_yaml(file.read_bytes(), file)
         for name, settings in runs.items():
-            there = found.get(name) if isinstance(found, dict) else None
+            try:  # an earlier version may lack some settings, which then have their defaults
+                there = ConversionConfig.from_dict(found[name]).to_dict()
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{file} is not what a conversion has written: {error}") from error
             neutral = {key: settings[key] for key in ConversionConfig.neutral_fields()}
-            # An earlier version may lack some of those.
-            if not isinstance(there, dict) or there.keys() | neutral.keys() != settings.keys():
-                raise ValueError(f"{file} is not what a conversion has written.")
             if differing := differences({**there, **neutral}, settings):
                 raise ValueError(
                     f"{self.out} holds a conversion with other settings of {name} ({differing}). "

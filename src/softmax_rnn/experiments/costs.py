@@ -62,7 +62,7 @@ def _gpu_hours(operations: float, gpu: str | None) -> float:
 def times_on(gpu: str | None) -> str:
     """What a table says of the times in it."""
     if gpu is None:
-        return f"no times: --gpu {next(iter(GPUS))} estimates those on such a GPU"
+        return f"for times on a GPU add --gpu, such as --gpu {next(iter(GPUS))}"
     return f"times on one {gpu} at {UTILISATION:.0%} of its peak"
 
 
