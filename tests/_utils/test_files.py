@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,16 @@ def test_a_write_that_fails_leaves_the_old_text_and_nothing_aside(tmp_path: Path
         write_text(tmp_path / "a.txt", "\ud800")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
     assert (tmp_path / "a.txt").read_text() == "old"
+
+
+def test_a_write_goes_through_nobodys_link(tmp_path: Path) -> None:
+    """The temporary name is known, and others may write in a cache."""
+    (tmp_path / "other").write_text("kept")
+    (tmp_path / f".a.txt.{os.getpid()}").symlink_to(tmp_path / "other")
+    write_text(tmp_path / "a.txt", "new")
+    assert (tmp_path / "other").read_text() == "kept"
+    assert (tmp_path / "a.txt").read_text() == "new"
+    assert not (tmp_path / "a.txt").is_symlink()
 
 
 def test_json_holds_numbers_alone(tmp_path: Path) -> None:

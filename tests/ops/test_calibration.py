@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,25 @@ def test_what_is_measured_is_kept_and_read(
 )
 def test_a_file_that_says_nothing_is_left_out(measurable: None, text: str) -> None:
     speeds.file().write_text(text)
+    assert speeds.speeds("torch") == SHIPPED["torch"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        os.mkfifo,
+        Path.mkdir,
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: path.write_text(" " * 2_000_000 + "{}"),
+        lambda path: path.write_bytes(b"\xff"),
+    ],
+    ids=["a pipe", "a folder", "a device", "too long", "no text"],
+)
+def test_what_is_no_file_of_numbers_is_left_out(
+    measurable: None, make: Callable[[Path], object]
+) -> None:
+    """Others may write in a cache; nothing there may keep a process waiting."""
+    make(speeds.file())
     assert speeds.speeds("torch") == SHIPPED["torch"]
 
 

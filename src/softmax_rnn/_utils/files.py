@@ -8,10 +8,11 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 # Errors that another folder may avoid. A full disk is not among them.
 UNUSABLE = (
@@ -25,7 +26,9 @@ _TEMPORARY = re.compile(r"\..+\.(\d+|parts)")  # temporary names: of file_aside,
 def file_aside(path: Path) -> Iterator[Path]:
     """A temporary file that replaces ``path`` when the block ends, and is removed if it fails."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.unlink(missing_ok=True)
     try:
+        aside.touch(exist_ok=False)  # others may write in a cache: not through a link of theirs
         yield aside
         sync(aside)
         aside.replace(path)
@@ -42,6 +45,30 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, data: Any) -> None:
     """As :func:`write_text`, for data of plain types."""
     write_text(path, json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+@contextlib.contextmanager
+def open_regular(path: Path, flags: int = 0) -> Iterator[BinaryIO]:
+    """Open a file; ``OSError`` if it is a pipe or a device, which might never end."""
+    flags |= getattr(os, "O_NONBLOCK", 0)
+    with open(path, "rb", opener=lambda name, usual: os.open(name, usual | flags)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("it is no regular file")
+        yield file
+
+
+def read_small_json(path: Path) -> Any:
+    """Plain data from a file that anyone may have put into a cache.
+
+    Raises:
+        OSError: if there is no such file, or nothing that can be read.
+        ValueError: for anything but JSON of at most a megabyte.
+    """
+    with open_regular(path) as file:
+        try:
+            return json.loads(file.read(1_000_000))
+        except RecursionError as error:
+            raise ValueError("too many brackets") from error
 
 
 @contextlib.contextmanager

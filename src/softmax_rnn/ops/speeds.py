@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import math
 import os
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from softmax_rnn._utils.files import write_json
+from softmax_rnn._utils.files import read_small_json, write_json
 from softmax_rnn._utils.machine import cache_folder, processor
 from softmax_rnn.ops.compiler import constant_when_compiled
 
@@ -101,15 +100,12 @@ def _known() -> dict[Engine, Speeds]:
     return _read(torch.get_num_threads()) if measurable() else SHIPPED
 
 
-_ABSURD = (OverflowError, RecursionError)  # numbers of 400 digits, 200,000 brackets
-
-
 @functools.lru_cache(maxsize=16)
 def _read(threads: int) -> dict[Engine, Speeds]:
     try:
-        data = json.loads(file().read_text())["nanoseconds"]
+        data = read_small_json(file())["nanoseconds"]
         return {engine: _checked(data.get(engine), SHIPPED[engine]) for engine in SHIPPED}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, *_ABSURD):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
         return SHIPPED
 
 

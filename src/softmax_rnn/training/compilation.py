@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
 
-from softmax_rnn._utils.files import write_json
+from softmax_rnn._utils.files import read_small_json, write_json
 from softmax_rnn._utils.machine import cache_folder, processor
 from softmax_rnn._utils.progress import notice
 from softmax_rnn.training.config import TrainingConfig
@@ -139,6 +138,6 @@ def _cache(config: TrainingConfig) -> Path:
 
 def _read(path: Callable[[], Path]) -> Decision | None:
     try:
-        return Decision(**json.loads(path().read_text()))
-    except (OSError, ValueError, TypeError, RecursionError):
+        return Decision(**read_small_json(path()))
+    except (OSError, ValueError, TypeError):
         return None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from triton_cases import forget_the_kernels
+
+from softmax_rnn.ops.forms import native_library
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +60,38 @@ def device() -> Iterator[str]:
         for scope in reversed(scopes.values()):
             scope.restore()
     forget_the_kernels()
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """A process that has built nothing, and an empty cache; the function makes another one."""
+    monkeypatch.setenv("SOFTMAX_RNN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv(native_library.VARIABLE, raising=False)
+    monkeypatch.setattr(native_library, "_failures", [])
+
+    def forget() -> None:
+        native_library._failures.clear()
+        native_library._loaded.cache_clear()
+        native_library._compiler.cache_clear()
+
+    forget()
+    yield forget
+    forget()
+
+
+@pytest.fixture
+def tiny(fresh: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A library of one function takes the place of the whole one, which takes 4 s to build."""
+    source = tmp_path / "native.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    monkeypatch.setattr(native_library, "SOURCES", [source])
+    monkeypatch.setattr(native_library, "HEADERS", [])
+    return source
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder for temporary files, which is empty."""
+    (folder := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import _ctypes
 import dataclasses
 import math
-import os
-import tomllib
-import warnings
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -50,19 +42,6 @@ def chosen(
 
 def long(length: int = native_library.LEAST_TOKENS) -> Tensor:
     return torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A process that has built nothing, and an empty cache."""
-    monkeypatch.setenv("SOFTMAX_RNN_CACHE", str(tmp_path))
-    monkeypatch.delenv(native_library.VARIABLE, raising=False)
-    monkeypatch.setattr(native_library, "_failures", [])
-    native_library._loaded.cache_clear()
-    native_library._compiler.cache_clear()
-    yield
-    native_library._loaded.cache_clear()
-    native_library._compiler.cache_clear()
 
 
 @needs_library
@@ -172,12 +151,14 @@ def test_what_it_does_not_compute() -> None:
 
 
 @needs_library
-def test_auto_takes_it_for_many_queries_alone(fresh: None, tmp_path: Path) -> None:
+def test_auto_takes_it_for_many_queries_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, load = [], native_library.load
+    monkeypatch.setattr(native_library, "load", lambda: (loads.append(1), load())[1])
     short = long(native_library.LEAST_TOKENS - 1)
     assert [chosen(short, SPECS[name]) for name in ("softmax", "gate")] == ["fused", "blocked"]
-    assert not any(tmp_path.iterdir())
+    assert not loads
     assert [chosen(long(), SPECS[name]) for name in ("softmax", "gate")] == ["native", "native"]
-    assert [x.suffix for x in (tmp_path / "native").iterdir()] == [".so"]
+    assert loads
     # The kernels of half types are faster than the conversion to float32.
     half = long().bfloat16()
     assert [chosen(half, SPECS[name]) for name in ("softmax", "gate")] == ["fused", "native"]
@@ -195,79 +176,6 @@ def test_auto_takes_it_until_states_cost_less() -> None:
     assert {True, False} == set(less)
 
 
-def test_without_a_compiler_another_form_computes_and_says_so_once(
-    fresh: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native_library.shutil, "which", lambda name: None)
-    assert "native" not in sr.forms("gate")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert chosen(long(40), SPECS["gate"]) == "blocked"
-        assert not caught
-        for _ in range(3):
-            assert chosen(long(), SPECS["gate"]) == "blocked"
-    assert [str(x.message).splitlines()[0] for x in caught] == [
-        "form='native' cannot be built: there is no g++ on the path."
-    ]
-
-
-@needs_library
-def test_a_source_that_does_not_compile_is_no_error(
-    fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "native.cpp").write_text("nonsense")
-    monkeypatch.setattr(native_library, "SOURCES", [tmp_path / "native.cpp"])
-    with pytest.warns(UserWarning, match="cannot be built: .*error: .nonsense. does not"):
-        assert chosen(long(), SPECS["gate"]) == "blocked"
-    assert "native" not in sr.forms("gate")
-    with pytest.raises(OSError, match="cannot be built"):
-        native_library.load()
-
-
-def test_it_can_be_switched_off(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native_library.VARIABLE, "0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert chosen(long(), SPECS["gate"]) == "blocked"
-    assert "native" not in sr.forms("gate")
-
-
-@needs_library
-@pytest.mark.parametrize("other", [False, True])
-def test_a_broken_file_is_built_again(fresh: None, other: bool) -> None:
-    name = f"native-{native_library._key(native_library._compiler())}.so"
-    (path := native_library.cache_folder() / "native" / name).parent.mkdir()
-    broken = Path(_ctypes.__file__).read_bytes() if other else b"no library"
-    path.write_bytes(broken)
-    # A process that has loaded another library of this name keeps it.
-    context = pytest.warns(UserWarning, match="is another") if other else nullcontext()
-    with context:
-        assert chosen(long(), SPECS["gate"]) == ("blocked" if other else "native")
-    assert path.read_bytes() != broken
-
-
-@needs_library
-def test_a_compiler_that_says_nothing(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder := native_library.cache_folder() / "bin").mkdir(parents=True)
-    (folder / "g++").write_text("#!/bin/sh\nprintf '\\n\\377' >&2; exit 1\n")
-    (folder / "g++").chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
-    with pytest.warns(UserWarning, match="form='native' cannot be built: "):
-        assert chosen(long(), SPECS["gate"]) == "blocked"
-
-
-@needs_library
-def test_no_home_folder_is_no_error(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    for name in ("SOFTMAX_RNN_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
-    with pytest.warns(UserWarning, match="Could not determine home directory. SOFTMAX_RNN_CACHE"):
-        assert chosen(long(), SPECS["gate"]) == "blocked"
-
-
 @needs_library
 @pytest.mark.parametrize("name", ["forgetting", "taylor_token", "linear_elu"])
 @pytest.mark.parametrize("form", ["native", "chunked"])
@@ -281,21 +189,3 @@ def test_tensors_are_made_on_the_device_of_the_inputs(name: str, form: str) -> N
         with torch.device("meta"):
             found = sr.attention(x, x, x, spec, form=form, **decay)
     assert torch.equal(found, expected)
-
-
-@needs_library
-def test_several_may_build_at_once(fresh: None, tmp_path: Path) -> None:
-    library = tmp_path / "native" / "native.so"
-    with ThreadPoolExecutor(2) as pool:
-        for _ in pool.map(lambda _: native_library._build("g++", library), range(2)):
-            pass
-    assert list(library.parent.iterdir()) == [library]
-
-
-def test_the_sources_are_part_of_the_package() -> None:
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
-    patterns = project["tool"]["setuptools"]["package-data"]["softmax_rnn"]
-    package = Path(sr.__file__).parent
-    files = {path for pattern in patterns for path in package.glob(pattern)}
-    assert len(native_library.SOURCES) == 4
-    assert files >= {*native_library.HEADERS, *native_library.SOURCES}
