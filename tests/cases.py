@@ -95,10 +95,8 @@ WIDENED: dict[str, sr.AttentionSpec] = {
 }
 
 
-# The variants of the operation for any queries and keys. The others are for features of the layer's
-# own, without which their row sums cross zero (test_systems.py).
-_FOR_FEATURES = {"performer", "rfa", "cosformer", "hedgehog", "lolcats"}
-VARIANTS = tuple(name for name in sr.variants() if name not in _FOR_FEATURES)
+# The names that the operation takes. The others are of a layer (test_systems.py).
+VARIANTS = tuple(name for name in sr.variants() if not sr.layer_options(name).beside_operation)
 
 
 def with_directions(names: Iterable[str]) -> list[tuple[str, bool]]:

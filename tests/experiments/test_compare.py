@@ -54,8 +54,8 @@ def test_mistakes_are_named_before_anything_runs(texts: Path, tmp_path: Path) ->
         compare_configs(["softmax", "nrom"], [0], tiny(texts), tmp_path)
     with pytest.raises(ValueError, match="are the same variant"):
         compare_configs(["norm", "norm"], [0], tiny(texts), tmp_path)
-    with pytest.raises(ValueError, match="'taylor' and 'taylor:2' are the same variant"):
-        compare_configs(["taylor", "taylor:2"], [0], tiny(texts), tmp_path)
+    with pytest.raises(ValueError, match="'softmax_l2' and 'norm' are the same variant"):
+        compare_configs(["softmax_l2", "norm"], [0], tiny(texts), tmp_path)
     with pytest.raises(ValueError, match="seed is given twice: 1, 0, 1"):
         compare_configs(["norm"], [1, 0, 1], tiny(texts), tmp_path)
 

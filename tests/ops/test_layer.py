@@ -207,7 +207,9 @@ def test_an_input_gate_is_the_operations_own() -> None:
     torch.testing.assert_close(layer(x), layer.o_proj(out.transpose(1, 2).flatten(2)))
 
 
-FINITE = [name for name in sr.variants() if any(FORMS[f].stateful for f in sr.forms(name))]
+FINITE = [
+    name for name in sr.variants() if any(FORMS[f].stateful for f in sr.forms(sr.variant(name)))
+]
 
 
 @pytest.mark.parametrize("options", [{}, {"short_convolution": 3}], ids=["", "convolution"])

@@ -240,7 +240,7 @@ FORMULAS: dict[str, System] = {
     "cosformer": cosformer,
     "hedgehog": hedgehog,
     "window:3": window,
-    "window_taylor": window_taylor,
+    "window_taylor:2": window_taylor,
     "lolcats:3": lolcats,
     "window_state:3": window_state,
     "taylor_norm:3": taylor_norm,
@@ -252,7 +252,7 @@ def built(name: str) -> sr.Attention:
     """A layer with parameters of its own that are not at their initial values."""
     torch.manual_seed(0)
     spec = sr.variant(name)
-    if name == "window_taylor":
+    if name == "window_taylor:2":
         spec = sr.AttentionSpec.from_dict({**spec.to_dict(), "window": 3})
     options = sr.layer_options(name)
     layer = sr.Attention(32, HEADS, spec, num_kv_heads=KV_HEADS, options=options).double()

@@ -45,7 +45,7 @@ CACHE = 2 * 128 * 256 * 4  # keys and values of 4 heads of width 32, for 256 tok
             "state and window",
         ),
         # Twice as many features as channels, which recent keys have besides.
-        ("lolcats", CACHE // 4 + 4 * 64 * 64 * 4 + 4 * 64 * 33 * 4, "state and window"),
+        ("lolcats:64", CACHE // 4 + 4 * 64 * 64 * 4 + 4 * 64 * 33 * 4, "state and window"),
     ],
 )
 def test_the_size_of_what_is_kept(attention: str | dict[str, Any], size: int, kind: str) -> None:

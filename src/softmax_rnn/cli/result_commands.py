@@ -129,14 +129,13 @@ def _variants(_: Namespace) -> int:
         fields = _changed(spec.to_dict(), plain) or "the defaults"
         if options != added:
             fields += f"\nlayer: {_changed(options, added)}"
-        shown = f"{name}:{getattr(spec, FAMILIES[name])}" if name in FAMILIES else name
-        rows.append([shown, aliases.get(name, ""), fields])
+        rows.append([name, aliases.get(name, ""), fields])
     header = ("variant", "also named", "fields that differ from the defaults")
     show(terminal_table(header, rows, left=header))
     print(f"Defaults: {_changed(plain, {})}")
     print(f"Defaults of the layer: {_changed(added, {})}")
     orders = [name for name, field in FAMILIES.items() if field == "order"]
-    print(f"{', '.join(orders)} take any order, as in taylor:4; the default order is 2.")
+    print(f"{', '.join(orders)} take any order, as in taylor:4.")
     print("window:N sees the last N keys; lolcats:N and window_state:N have a window of N keys.")
     print("NAME+decay adds a forget gate, a decay per head and token, as in softmax+decay.")
     return 0

@@ -262,7 +262,7 @@ COMMANDS = {
         _compare,
         about="Train variants side by side and write a report: the main command. Rerun it to "
         "resume.",
-        epilog=f"Variants: {', '.join(variants())}; families take an order, as in taylor:4.",
+        epilog=f"Variants: {', '.join(variants())}; families take any number, as in taylor:4.",
         extra="report",
     ),
     "train": Command("train one variant", _train_options, _train),

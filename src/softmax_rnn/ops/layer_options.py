@@ -22,6 +22,12 @@ _CHOICES = {
     "gate_activation": get_args(GateActivation),
     "convolution_activation": get_args(ConvolutionActivation),
 }
+# What changes the queries, keys or values before the operation, or its output after it. Everything
+# else is an argument of the operation (gates, decays, a norm's weight) or the caller's (positions).
+_BESIDE = (
+    *("feature_map", "qk_dim", "temperature", "short_convolution"),
+    *("skip", "merged_norm"),
+)
 _FLAGS = ("rotary", "temperature", "gate_per_channel", "norm_weight", "skip", "merged_norm")
 
 
@@ -95,6 +101,11 @@ class LayerOptions:
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"{field} must be an integer >= {low}, not {value!r}.")
 
+    @property
+    def beside_operation(self) -> dict[str, Any]:
+        """Those options without which :func:`softmax_rnn.attention` computes something else."""
+        return {name: x for name in _BESIDE if (x := getattr(self, name)) != _DEFAULTS[name]}
+
     def to_dict(self) -> dict[str, Any]:
         """Every field as plain data; ``LayerOptions.from_dict`` is its inverse."""
         return dataclasses.asdict(self)
@@ -113,3 +124,6 @@ class LayerOptions:
     def from_dict(cls, data: Mapping[str, Any]) -> LayerOptions:
         """Build options from a mapping of field names; raises ``ValueError`` on unknown ones."""
         return cls().replaced(data)
+
+
+_DEFAULTS = LayerOptions().to_dict()

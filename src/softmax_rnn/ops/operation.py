@@ -105,7 +105,9 @@ def attention(
         q: queries [B, H, T, D].
         k: keys [B, Hkv, S, D]; Hkv divides H (grouped queries).
         v: values [B, Hkv, S, E].
-        spec: an :class:`AttentionSpec` or a variant's name (``"norm"``, ``"taylor:4"``).
+        spec: an :class:`AttentionSpec` or a variant's name (``"norm"``, ``"taylor:4"``). A name
+            whose layer maps queries and keys, or adds other parts, is refused; its spec
+            (``variant("hedgehog")``) is for queries and keys that are mapped already.
         causal: query ``t`` sees keys up to ``t + S - T`` (the queries are the last T positions).
         mask: boolean, True = visible, broadcastable to [B, H, T, S]; with ``causal`` both apply.
             If a row sees no key, its numerator is zero, and so is its output (apart from a
@@ -140,8 +142,8 @@ def attention(
         and a :class:`State`. For float16 and bfloat16, sums and states accumulate in float32.
 
     Raises:
-        ValueError: for invalid shapes, dtypes, devices, gates, form or state; the message says what
-            is allowed.
+        ValueError: for invalid shapes, dtypes, devices, gates, form or state, and for a name of
+            more than the operation; the message says what is allowed.
         OverflowError: if sums, a state or outputs exceed the range of their dtype, in any form;
             not inside ``torch.vmap`` and ``torch.compile``, where numbers cannot be read.
         MemoryError: if the state is too large; the message gives its size in bytes and the largest

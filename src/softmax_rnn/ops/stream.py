@@ -22,7 +22,8 @@ class Stream:
     call has many tokens). Use float64 inputs for longer sequences.
 
     Args:
-        spec: a finite series without a clamp, or the name of a variant with one.
+        spec: a finite series without a clamp, or the name of a variant with one, as for
+            ``attention``.
         length_power: [H], as for ``attention``, if the spec uses it.
         coefficients: [H, N + 1], as for ``attention``, if the spec uses them.
         sink: [H], as for ``attention``, if the spec uses it.

@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from softmax_rnn._utils.errors import unknown
+from softmax_rnn.ops.compiler import constant_when_compiled
 from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.spec import INVERSE_SQRT
 from softmax_rnn.ops.spec import AttentionSpec as Spec
@@ -29,7 +30,8 @@ _L2 = Spec(denominator="none", norm="l2")
 # the plain quotient does not train. The floor is that of the paper's clamped sum: max(sum, 1).
 _ODD_FLOOR = 1.0
 
-# Families take a number, the value of a field: variant("taylor", order=4) or "taylor:4".
+# Families take a number, the value of a field: variant("taylor", order=4) or "taylor:4". The names
+# of some of them alone are systems with a number of their own, which is part of the system.
 FAMILIES = dict.fromkeys(
     (
         *("taylor", "taylor_elu", "taylor_relu", "taylor_cosine", "power"),
@@ -38,6 +40,8 @@ FAMILIES = dict.fromkeys(
     ),
     "order",
 ) | dict.fromkeys(("window", "lolcats", "window_state"), "window")
+
+WHOLE = ("based", "rebased", "taylorshift")
 
 # Related systems of even powers alone: a row sum of odd ones crosses zero.
 _EVEN = ("power_retention", "rebased")
@@ -98,13 +102,13 @@ GROUP = "softmax_rnn.variants"  # of the entry points that packages declare
 
 
 def variants() -> dict[str, Spec]:
-    """Every named variant and its spec; families (``taylor``, ``power``...) at order 2.
+    """Every named variant and its spec; families as ``taylor:2``, ``window:64``.
 
     In this order: the paper's variants, related systems, those of installed packages (entry
     points), and those of :func:`register_variant`. :func:`layer_options` tells what their layers
     add. An entry point that cannot be loaded causes a warning.
     """
-    found = dict(_TABLE)
+    found = {_with_number(name): known for name, known in _TABLE.items()}
     for name in _entry_points():
         try:
             found.setdefault(name, _load(name))
@@ -148,7 +152,10 @@ def variant(name: str, *, order: int | None = None) -> Spec:
             after a colon (``"taylor:4"``), with its window for ``window``, ``lolcats`` and
             ``window_state``. ``+decay`` at the end adds a decay per head and token
             (``"softmax+decay"``, ``"taylor:4+decay"``).
-        order: highest power of a family, by default 2, or its window, by default 64.
+        order: highest power of a family, or its window, in place of a number in the name. Without
+            either, ``based``, ``rebased`` and ``taylorshift`` have order 2, as published; the
+            others have order 2 or window 64 and cause a ``FutureWarning``: the next version asks
+            for the number.
 
     Raises:
         ValueError: for an unknown name (with the nearest one), an invalid order, an order for a
@@ -174,8 +181,21 @@ def layer_options(name: str) -> LayerOptions:
 
 
 def resolve(spec: Spec | str) -> Spec:
-    """``spec`` itself, or the variant of that name."""
-    return resolve_layer(spec)[0]
+    """``spec`` itself, or the variant of that name, for the operation.
+
+    Raises:
+        ValueError: for an unknown name, and for one whose layer has parts that the operation has
+            not: of plain queries and keys its spec alone would be another attention.
+    """
+    found = resolve_layer(spec)
+    if beside := found.options.beside_operation:
+        parts = ", ".join(f"{name}={x!r}" for name, x in beside.items())
+        raise ValueError(
+            f"The operation alone is not {spec!r}: the layer of that name adds {parts}. Use "
+            f"softmax_rnn.Attention(hidden_size, num_heads, {spec!r}). If that is computed "
+            f"elsewhere, give the operation the spec, softmax_rnn.variant({spec!r})."
+        )
+    return found.spec
 
 
 def resolve_layer(
@@ -200,7 +220,8 @@ def _named(name: str, order: int | None = None) -> Variant:
     family, colon, suffix = plain.partition(":")
     found = _find(family)
     if found is None:
-        raise unknown("variant", name, [*_TABLE, *ALIASES, *_entry_points(), *_REGISTERED])
+        known = [*map(_with_number, _TABLE), *ALIASES, *_entry_points(), *_REGISTERED]
+        raise unknown("variant", name, known)
     if colon:
         if order is not None:
             raise ValueError(
@@ -212,6 +233,8 @@ def _named(name: str, order: int | None = None) -> Variant:
                 f"{_DIGITS} digits."
             )
         order = int(suffix)
+    if order is None and _with_number(family) != family:
+        _ask_for_number(name, family)
     spec = found.spec if order is None else _of_order(family, found.spec, order)
     if plain != name:
         if spec.decay != "none":
@@ -221,6 +244,24 @@ def _named(name: str, order: int | None = None) -> Variant:
 
 
 _DIGITS = 9
+
+
+@constant_when_compiled
+def _ask_for_number(name: str, family: str) -> None:
+    meant = name.replace(family, _with_number(family), 1)
+    warnings.warn(
+        f"variant {name!r} means {meant!r}: write that. The next version asks for the "
+        f"{FAMILIES[family]}.",
+        FutureWarning,
+        stacklevel=2,
+    )
+
+
+def _with_number(name: str) -> str:
+    """A name of the table; that of a family with its default number."""
+    if name not in FAMILIES or name in WHOLE:
+        return name
+    return f"{name}:{getattr(_TABLE[name].spec, FAMILIES[name])}"
 
 
 def _of_order(family: str, spec: Spec, order: int) -> Spec:

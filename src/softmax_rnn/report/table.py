@@ -132,7 +132,7 @@ def by_variant(runs: Sequence[RunFolder]) -> dict[str, dict[int, RunFolder]]:
                 "report on them separately."
             )
         seeds[run.config.seed] = run
-    rank = {name: index for index, name in enumerate(variants())}
+    rank = {name.partition(":")[0]: index for index, name in enumerate(variants())}
 
     def position(name: str) -> tuple[int, int, str]:
         family, _, order = name.partition("+")[0].partition(":")
