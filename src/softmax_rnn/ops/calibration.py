@@ -99,7 +99,7 @@ def _pass(run: Callable[[], RowSums], spec: AttentionSpec, data: Inputs, both: b
         sums = run()
         if not both:
             return
-        check_sums(sums, spec, None, data, data[1], None, None)
+        check_sums(sums, spec, None, data, data[1], None)
         out = sums.numerator
         if sums.weight_sum is not None:
             out = out / row_sum(sums, spec, data[2], None)[0].unsqueeze(-1)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from softmax_rnn.ops.forms.row_sums import RowSums, no_data, visible_keys
+from softmax_rnn.ops.forms.row_sums import RowSums, no_data
 from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State
@@ -21,7 +21,6 @@ def check_sums(
     state: State | None,
     inputs: Inputs,
     features: Tensor,
-    mask: Tensor | None,
     log_decay: Tensor | None,
 ) -> None:
     """Raise if the sums of a finite series, or its state, overflow.
@@ -29,7 +28,8 @@ def check_sums(
     NaN or infinity propagates to every output that depends on it, so the outputs are checked. The
     last keys may affect no output, so the size of their powers is checked as well. Without a state,
     NaN or infinity in the inputs propagates to the outputs, as in softmax. ``state`` is the initial
-    state; ``features`` are the keys as a state stores them; log decays are [B, Hkv, S] or
+    state; ``features`` are the keys as a state stores them; hidden
+    keys and values are zero; log decays are [B, Hkv, S] or
     [B, Hkv, S, D].
 
     Raises:
@@ -43,21 +43,17 @@ def check_sums(
         return
     stateful = sums.state is not None
     if sums.finite is None:
-        finite = _finite(sums.numerator) and _finite(sums.weight_sum)
+        finite = all_finite(sums.numerator) and all_finite(sums.weight_sum)
     else:
         finite = bool(sums.finite)
     if finite and not stateful:
         return
     q, k, v = (x.detach() for x in inputs)
-    hidden_nan = mask is not None and not _finite(v)
-    if mask is not None:  # hidden keys may hold any values
-        shown = visible_keys(mask, k.shape[1])
-        k, v, features = (x.masked_fill(~shown, 0.0) for x in (k, v, features.detach()))
     if finite and not _out_of_range(sums, spec, features, v):
         return
     if stateful or state is not None:
         _check_state(sums, spec, state, features, v, log_decay)
-    if not finite and not hidden_nan and all(_finite(x) for x in (q, k, v, log_decay)):
+    if not finite and all(all_finite(x) for x in (q, k, v, log_decay)):
         raise OverflowError(
             f"The sums of power {spec.order} overflow {sums.numerator.dtype}: {_sizes((q, k, v))}, "
             f"the score scale is {spec.score_scale(q.shape[-1]):.3g}. Use smaller inputs, a lower "
@@ -70,7 +66,7 @@ def check_output(out: Tensor, dtype: torch.dtype, inputs: Inputs) -> None:
     if no_data(out) or not out.numel():
         return
     largest = out.detach().abs().amax().item()
-    if largest > torch.finfo(dtype).max and all(_finite(x) for x in inputs):
+    if largest > torch.finfo(dtype).max and all(all_finite(x) for x in inputs):
         raise OverflowError(
             f"The largest output, {largest:.3g}, overflows {dtype}, whose largest number is "
             f"{torch.finfo(dtype).max:.3g}: {_sizes(inputs)}. Use a wider type, a denominator or a "
@@ -141,7 +137,8 @@ def _vanishes(spec: AttentionSpec, longest: float, tiny: float) -> bool:
     return spec.scale_free and 0 < longest ** degrees(spec)[1] < tiny
 
 
-def _finite(x: Tensor | None) -> bool:
+def all_finite(x: Tensor | None) -> bool:
+    """Whether no number of a tensor is infinite or NaN; ``None`` has none."""
     if x is None:
         return True
     x = x.detach()

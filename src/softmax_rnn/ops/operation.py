@@ -14,13 +14,15 @@ from softmax_rnn.ops.decay import check_decay, per_key_decay
 from softmax_rnn.ops.denominators import row_sum
 from softmax_rnn.ops.dispatch import FORMS, choose, forms
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.finite import check_output, check_sums
+from softmax_rnn.ops.finite import all_finite, check_output, check_sums
+from softmax_rnn.ops.forms.first_order import differentiated
 from softmax_rnn.ops.forms.row_sums import (
     RowSums,
     compute_dtype,
     no_autocast,
+    no_data,
     visible_count,
-    visible_keys,
+    without_hidden,
 )
 from softmax_rnn.ops.norms import normalized
 from softmax_rnn.ops.spec import AttentionSpec
@@ -110,7 +112,7 @@ def attention(
             (``variant("hedgehog")``) is for queries and keys that are mapped already.
         causal: query ``t`` sees keys up to ``t + S - T`` (the queries are the last T positions).
         mask: boolean, True = visible, broadcastable to [B, H, T, S]; with ``causal`` both apply.
-            If a row sees no key, its numerator is zero, and so is its output (apart from a
+            What hidden keys, values and input gates hold never matters. If a row sees no key, its numerator is zero, and so is its output (apart from a
             ``norm_bias``).
         input_gate: in [0, 1], [B, Hkv, S]; multiplies the values (appendix E).
         output_gate: multiplies the output: [B, H, T] (in [0, 1] in appendix E), or per channel
@@ -206,6 +208,8 @@ def attention(
     input_dtype, dtype, inputs = q.dtype, compute_dtype(q.dtype), (q, k, v)
     with no_autocast(q.device.type):
         if input_gate is not None:
+            if mask is not None:
+                v, input_gate = without_hidden(mask, v, input_gate)
             v = v * input_gate.unsqueeze(-1).to(v.dtype)
         terms: dict[str, Any] = {
             "mask": mask,
@@ -301,22 +305,34 @@ def _sums(
 
     ``weighting`` are the form's ``log_decay`` and ``coefficients``.
     """
-    inputs, stateful = (q, k, v), state is not None or keep_state
+    stateful = state is not None or keep_state
+    # Beside a single query the copy of all keys takes most of the time: only if it is needed.
+    later = (
+        mask is not None
+        and spec.order is None
+        and q.shape[2] == 1
+        and not (no_data(q) or any(map(differentiated, (q, k, v))))
+    )
+    if mask is not None and not later:
+        k, v = without_hidden(mask, k, v)
+    inputs = q, k, v
     given: dict[str, Any] = {"causal": causal, "mask": mask}
     decay = weighting.get("log_decay")
     others = weighting.get("coefficients"), None if state is None else state.sums
     chosen = choose(form, spec, q, k, v, **given, log_decay=decay, others=others, stateful=stateful)
     log_scale = None
     if spec.scale_free and not (chosen.maps and q.dtype == torch.float16):
-        q, log_scale = _scaled_for_powers(q, k, spec, causal, mask, stateful)
+        q, log_scale = _scaled_for_powers(q, k, spec, causal, stateful)
     if not chosen.maps:
         q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
     options: dict[str, Any] = {name: x for name, x in weighting.items() if x is not None}
     if chosen.stateful:
         options |= {"state": state and state.sums, "keep_state": keep_state}
     sums = chosen.compute(q, k, v, spec, **given, **options)
+    if later and mask is not None and not all_finite(sums.numerator):
+        sums = chosen.compute(q, *without_hidden(mask, k, v), spec, **given, **options)
     if spec.order is not None:
-        check_sums(sums, spec, state, inputs, k, mask, decay)
+        check_sums(sums, spec, state, inputs, k, decay)
     return sums if log_scale is None else sums._replace(log_scale=log_scale)
 
 
@@ -328,7 +344,7 @@ def _sums_of_part(form: str, spec: AttentionSpec, q: Tensor, *args: Any, **optio
 
 
 def _scaled_for_powers(
-    q: Tensor, k: Tensor, spec: AttentionSpec, causal: bool, mask: Tensor | None, stateful: bool
+    q: Tensor, k: Tensor, spec: AttentionSpec, causal: bool, stateful: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Scale the queries of each row; return them and the log of the factor missing in the sums.
 
@@ -344,10 +360,7 @@ def _scaled_for_powers(
     assert order is not None
     exponent = _log2_length(phi(q.detach()).to(dtype))
     if not stateful:
-        keys = phi(k.detach()).to(dtype)
-        if mask is not None:
-            keys = keys.masked_fill(~visible_keys(mask, k.shape[1]), 0.0)
-        lengths = _log2_length(keys)
+        lengths = _log2_length(phi(k.detach()).to(dtype))
         if causal:  # a row sees no later keys
             longest = lengths.cummax(-1).values[..., k.shape[2] - q.shape[2] :]
         else:

@@ -30,6 +30,10 @@ INVERSE_SQRT = "1/sqrt(d)"
 # Order 1915 of exp's series is exact to 1e-300 for |x| <= 700; exp overflows beyond.
 MAX_ORDER = 2000
 
+_MOST_KEYS = 2**62  # positions and their differences are 64-bit integers
+# Weights and gradients of smaller polynomials would leave the range of float32.
+_LEAST_COEFFICIENT = 1e-30
+
 _SAFE_SCORE = 50.0  # above this bound exp(score) may overflow
 
 _CHOICES = {
@@ -178,6 +182,12 @@ class AttentionSpec:
                 f"order={self.order!r} needs {self.order + 1} coefficients, not {len(given)}; the "
                 "order may be left out."
             )
+        if max(map(abs, given)) < _LEAST_COEFFICIENT:
+            raise ValueError(
+                f"The largest coefficient must be at least {_LEAST_COEFFICIENT:g} in size, not "
+                f"{max(map(abs, given)):g}: weights and gradients would be out of range. Multiply "
+                "all coefficients by the same factor, which cancels in a row sum."
+            )
         object.__setattr__(self, "coefficients", tuple(map(float, given)))
         object.__setattr__(self, "order", len(given) - 1)
 
@@ -188,6 +198,8 @@ class AttentionSpec:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"{field} must be an integer >= {low}, not {value!r}.")
+            if value > _MOST_KEYS:
+                raise ValueError(f"{field} must be at most 2**62, not {value!r}.")
         if self.window is None and (self.global_keys or self.outside != "hidden"):
             raise ValueError(
                 f"global_keys={self.global_keys} and outside={self.outside!r} need a window."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -213,6 +213,24 @@ def require_memory(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None
         f"value width {v.shape[3]}), with working memory "
         f"{_bytes_needed(spec, q, k, v):,} bytes; {_free_bytes(k.device):,} bytes are "
         f"free; {advice}."
+    )
+
+
+def require_memory_to_keep(spec: AttentionSpec, keys: Sequence[Tensor | None]) -> None:
+    """Raise ``MemoryError`` unless the keys that a state keeps fit the free memory.
+
+    ``keys`` are the tensors kept of each key, [B, Hkv, S, ...].
+    """
+    assert spec.window is not None
+    count = spec.window + spec.global_keys
+    given = [x for x in keys if x is not None]
+    each = sum(x.element_size() * x[:, :, :1].numel() for x in given)
+    if (needed := count * each) < _SMALL or needed <= (free := _free_bytes(given[0].device)):
+        return
+    raise MemoryError(
+        f"A state keeps all keys of the window: window={spec.window} and global_keys="
+        f"{spec.global_keys} take {needed:,} bytes, {each:,} for each; {free:,} bytes are free. Use "
+        "a narrower window, or no state."
     )
 
 

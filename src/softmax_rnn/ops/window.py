@@ -18,7 +18,7 @@ from torch import Tensor
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, first_positions, first_visible
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.state import KeptKeys, State
+from softmax_rnn.ops.state import KeptKeys, State, require_memory_to_keep
 
 
 def window_and_series(
@@ -61,7 +61,10 @@ def window_and_series(
         faded = faded.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         if spec.decay == "channel":
             far_q, faded = far_q * faded, None
-    recent = near.last(spec.window) if keep_state else None
+    recent = None
+    if keep_state:
+        require_memory_to_keep(spec, [near.k, near.v, near.log_decay, near.outside_k])
+        recent = near.last(spec.window)
     far, first = near, None
     if spec.global_keys:
         if state is not None:
@@ -185,7 +188,7 @@ def _padded(x: Tensor, before: int, after: int = 0) -> Tensor:
 
 def _shifted(x: Tensor, count: int) -> Tensor:
     """``x`` [B, H, S] or [B, H, S, D] with ``count`` zeros before it, cut to its length."""
-    return _padded(x, count)[:, :, : x.shape[2]]
+    return _padded(x, min(count, x.shape[2]))[:, :, : x.shape[2]]
 
 
 def _parts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -158,11 +159,12 @@ class Blocks:
         if self.spec.shifted:
             # Weights are relative to a row's largest, at least that of its last visible key.
             # Scores differ by at most twice the product of the lengths.
-            longest = torch.linalg.vector_norm(self.k, dim=-1).amax(-1, keepdim=True)
-            lengths = torch.linalg.vector_norm(self.q, dim=-1, dtype=self.dtype).amax(1)
+            # In the dtype of sums of decays, as squares of small numbers would underflow.
+            norm = functools.partial(torch.linalg.vector_norm, dim=-1, dtype=faded.dtype)
+            longest, lengths = norm(self.k).amax(-1, keepdim=True), norm(self.q).amax(1)
             lengths = torch.stack([part.amax(-1) for part in lengths.split(self.block, -1)], -1)
             bound = abs(self.scale) * lengths * longest
-            reach = reach + 1.0 + 2.01 * bound.nan_to_num(nan=torch.inf).to(faded.dtype)
+            reach = reach + 1.0 + 2.01 * bound.nan_to_num(nan=torch.inf)
         latest = (faded[:, self.past :: self.block] - reach).contiguous()
         # From a NaN on, every sum is NaN, and rows need all keys.
         faded = faded.contiguous().masked_fill(faded.isnan(), torch.inf)

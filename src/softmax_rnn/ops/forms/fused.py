@@ -23,6 +23,8 @@ MAX_WIDTH = 256  # of the flash kernels of a GPU
 # Largest sum of a head's log decays, without its sign. With a larger one the kernels would compute
 # with denormal numbers, and scores would lose precision.
 MAX_FADING = 64.0
+# Formatted here: in a compiled graph with dynamic shapes even this constant is a symbol.
+_STRONG = f"log decays that sum to less than {-MAX_FADING:g}"
 
 
 def supports(spec: AttentionSpec, device: str) -> bool:
@@ -45,7 +47,7 @@ def refuses(
             return f"log decays of {q.dtype} inputs"
         unknown = no_data(q) or no_data(log_decay)
         if unknown or bool(log_decay.detach().sum(2).lt(-MAX_FADING).any()):
-            return f"log decays that sum to less than {-MAX_FADING:g}"
+            return _STRONG
     if not q.is_cuda or spec.up_to_row_scale:  # SDPA chooses a kernel itself
         return ""
     width = max(q.shape[-1], v.shape[-1])

@@ -77,12 +77,14 @@ def native(
     with the same number of threads.
     """
     q, k, v = (x.to(compute_dtype(x.dtype)) for x in (q, k, v))
-    if spec.feature_map != "elu1":  # which the kernels apply
+    # The kernels apply elu + 1 themselves, unless the bound of faded keys needs mapped ones.
+    maps = spec.feature_map == "elu1" and not (spec.shifted and log_decay is not None)
+    if not maps:
         q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
     # The powers of `scale_free` specs are scaled by row, which a quotient would not show.
     quotient = spec.row_sum == RowSum() and spec.sign_definite and not spec.scale_free
     numerator, weight_sum, log_scale, finite = _NativeSums.apply(
-        *first_order(q, k, v, log_decay), mask, spec, causal, quotient
+        *first_order(q, k, v, log_decay), mask, spec, causal, quotient, maps
     )
     if spec.order is None:  # the kernels check finite series
         finite = None
@@ -109,8 +111,8 @@ class _NativeSums(torch.autograd.Function):
         spec: AttentionSpec,
         causal: bool,
         quotient: bool,
+        maps: bool,
     ) -> tuple[Tensor, ...]:
-        maps = spec.feature_map == "elu1"
         total = first = None
         if log_decay is not None:
             blocks = Blocks(q, k, v, log_decay, None, None, spec, causal, _BLOCK)
@@ -152,7 +154,7 @@ class _NativeSums(torch.autograd.Function):
         )
         dq, dk, dv, by_query, by_key = gradients
         dlog_decay = None if total is None else log_decay_grad(by_query, by_key)
-        return dq, dk, dv, dlog_decay, None, None, None, None
+        return dq, dk, dv, dlog_decay, *[None] * 5
 
 
 class _Call(ctypes.Structure):

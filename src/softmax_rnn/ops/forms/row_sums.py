@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -154,7 +154,7 @@ def visible_count(
     count = per_key.cumsum(-1)
     if window is not None:  # of the keys before the window, the first ones remain
         first = per_key & first_visible(mask, keys, global_keys, device).unsqueeze(1)
-        before = F.pad(count - first.cumsum(-1), (window, 0))[..., :keys]
+        before = F.pad(count - first.cumsum(-1), (min(window, keys), 0))[..., :keys]
         count = count - before
     return count[..., keys - queries :]
 
@@ -165,3 +165,13 @@ def visible_keys(mask: Tensor, kv_heads: int) -> Tensor:
     if shown.shape[1] > 1:
         shown = shown.unflatten(1, (kv_heads, -1)).any(2)
     return shown.unsqueeze(-1)
+
+
+def without_hidden(mask: Tensor, *inputs: Tensor) -> Iterator[Tensor]:
+    """Inputs of keys [B, Hkv, S, ...], with zeros for those that no query sees.
+
+    A weight of zero times NaN or infinity would be NaN, and so would be the gradients.
+    """
+    for x in inputs:
+        hidden = ~visible_keys(mask, x.shape[1])
+        yield x.masked_fill(hidden.squeeze(-1) if x.ndim == 3 else hidden, 0.0)
