@@ -29,6 +29,57 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "negated": lambda x: torch._neg_view(-x),  # the sign is applied when it is read
 }
 
+Tensors = dict[str, Tensor]
+
+
+def _dominating(x: Tensors) -> None:
+    keys = x["k"].shape[2]
+    x["q"].mul_(0.1).add_(3.0)
+    x["k"].mul_(0.1).sub_(6.0)[:, :, : keys // 8 + 1].add_(12.0)
+
+
+def _still(x: Tensors) -> None:
+    _dominating(x)
+    x["q"].sub_(3.0).mul_(0.1)
+    x["k"].mul_(6.0)
+
+
+def _opposite(x: Tensors) -> None:
+    half = x["k"].shape[2] // 2
+    x["k"][:, :, half : 2 * half] = -x["k"][:, :, :half]
+
+
+def _equal(x: Tensors) -> None:
+    for name in "qk":
+        x[name].copy_(x[name][:, :, :1].clone().expand_as(x[name]))
+
+
+def _fading(x: Tensors) -> None:
+    x["k"][:, :, : x["k"].shape[2] // 3].mul_(1e3)
+    x["k"][:, :, x["k"].shape[2] // 3 :].mul_(1e-3)
+
+
+def _resets(x: Tensors) -> None:
+    _fading(x)
+    if "log_decay" in x and x["log_decay"].ndim > 1:
+        x["log_decay"].zero_()[:, :, x["k"].shape[2] // 3 :: 50] = -1e4
+
+
+# Inputs that try to make a bound lie: bounds of scores by which keys are skipped, scales chosen from
+# the largest key, sums in which keys cancel. Each changes random tensors, [B, H, S, ...].
+INPUTS: dict[str, Callable[[Tensors], object]] = {
+    "normal": lambda x: None,
+    "dominating": _dominating,  # the first keys decide, however far they have faded
+    "still": _still,  # so do these, but only a feature map makes the queries large
+    "opposite": _opposite,
+    "equal": _equal,
+    "one_huge": lambda x: x["k"][:, :, x["k"].shape[2] // 4].mul_(100.0),
+    "fading": _fading,  # large keys, then small ones
+    "resets": _resets,  # and nothing is left of the large ones
+    "uneven": lambda x: (x["q"][:, ::2].mul_(30.0), x["q"][:, 1::2].mul_(1e-3)),  # query heads
+    "small": lambda x: x["k"].mul_(1e-8),
+    "large": lambda x: x["q"].mul_(20.0),
+}
 
 # One spec or more for each field beyond the paper's: decays, polynomials, windows and sinks.
 WIDENED: dict[str, sr.AttentionSpec] = {
@@ -154,6 +205,11 @@ class Case:
         grads = torch.autograd.grad(out, list(inputs.values()), upstream, materialize_grads=True)
         return {"out": out.detach(), **dict(zip(inputs, grads, strict=True))}
 
+    def in_units(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients of queries and keys times the size of each, so that all compare."""
+        sizes = {name: self.tensors[name].abs().amax(-1, keepdim=True) for name in "qk"}
+        return {name: x.double() * sizes.get(name, 1.0) for name, x in results.items()}
+
     @property
     def forms(self) -> list[str]:
         """The forms that can compute it in float32 (and in float64)."""
@@ -183,15 +239,19 @@ def make_case(
     spread: float = 1.0,
     decay: float = 0.1,
     gate_per_channel: bool = False,
+    inputs: str = "normal",
 ) -> Case:
-    """Random inputs; ``spread`` scales queries and keys, ``decay`` the log decays."""
+    """Random inputs; ``spread`` scales queries and keys, ``decay`` the log decays.
+
+    ``inputs`` names a change of them, one of ``INPUTS``.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, dtype=torch.float64)
 
     b, h, g, t, s = shape.batch, shape.heads, shape.kv_heads, shape.queries, shape.keys
-    tensors = {
+    tensors: Tensors = {
         "q": spread * normal(b, h, t, shape.width),
         "k": spread * normal(b, g, s, shape.width),
         "v": normal(b, g, s, shape.value_width),
@@ -221,6 +281,7 @@ def make_case(
         tensors["norm_weight"] = 1 + 0.3 * normal(shape.value_width)
     if spec.norm == "layer":
         tensors["norm_bias"] = normal(shape.value_width)
+    INPUTS[inputs](tensors)
     upstream = normal(b, h, t, shape.value_width)
     shown = None
     if mask == "padding":

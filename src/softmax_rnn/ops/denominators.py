@@ -11,8 +11,9 @@ from softmax_rnn.ops.spec import AttentionSpec
 # A quotient whose row sum crosses zero is at most 1 / SUM_GUARD times the largest value.
 SUM_GUARD = 1e-6
 
-# Beside a sink this much above every score, the output is zero. An infinite sum has NaN gradients.
-_MAX_SINK = 80.0
+# The largest exponential of a sink: below infinity, which has NaN gradients, and with room for the
+# sum that it is added to.
+_MAX_SINK = {torch.float32: 87.0, torch.float64: 708.0}
 
 
 def row_sum(
@@ -41,7 +42,7 @@ def row_sum(
         if sink is not None:
             height = sink.to(total.dtype).unsqueeze(-1)
             height = height if scale is None else height - scale
-            added = height.clamp(max=_MAX_SINK).exp()
+            added = height.clamp(max=_MAX_SINK[total.dtype]).exp()
             total, size = total + added, size + added.detach()
         if rule.floor:
             total = total.maximum(rule.floor * unit)
