@@ -26,7 +26,10 @@ SPECS = {
     "input_gate": sr.AttentionSpec(series="taylor", order=1, input_gate=True),
     "own_key": sr.AttentionSpec(window=1),  # no key of another process
     "wide_window": sr.AttentionSpec(window=20, decay="token"),  # longer than a block
+    # In many rows the near weights are zero, so that only keys of another process count.
+    "strong": sr.AttentionSpec(series="power", order=2, feature_map="relu", decay="token"),
 }
+DECAYS = {"strong": 10.0}
 # Of the other tensors, what has a dimension of positions, and where.
 POSITIONS = {"q": 2, "k": 2, "v": 2, "input_gate": 2, "output_gate": 2, "outside_q": 2}
 POSITIONS |= {"outside_k": 2, "log_decay": 2}
@@ -34,7 +37,9 @@ POSITIONS |= {"outside_k": 2, "log_decay": 2}
 
 def case_of(name: str, masked: bool) -> Case:
     shape = Shape(2, 4, 2, LENGTH, LENGTH, 3, 2)
-    return make_case(SPECS[name], shape=shape, mask="padding" if masked else "none", decay=0.3)
+    return make_case(
+        SPECS[name], shape=shape, mask="padding" if masked else "none", decay=DECAYS.get(name, 0.3)
+    )
 
 
 @functools.cache

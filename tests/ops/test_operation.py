@@ -10,6 +10,7 @@ import torch
 import softmax_rnn as sr
 from cases import VARIANTS, WIDENED, Shape, make_case
 from quick import first_quick
+from softmax_rnn.ops import reference
 
 Q, K, V = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7, 6)
 
@@ -274,6 +275,36 @@ def test_torch_compile(name: str) -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["forgetting", "taylor_token"])
+def test_torch_compile_with_dynamic_shapes(name: str) -> None:
+    """One graph for any length; without gradients, too."""
+    spec = WIDENED[name]
+    compiled = torch.compile(
+        lambda **tensors: sr.attention(spec=spec, **tensors),
+        **{"backend": "eager", "dynamic": True, "fullgraph": True},
+    )
+    for length in (40, 53):
+        case = make_case(spec, shape=Shape(1, 2, 1, length, length))
+        torch.testing.assert_close(
+            compiled(**case.tensors), sr.attention(spec=spec, **case.tensors)
+        )
+
+
+@pytest.mark.parametrize("height", [50.0, 100.0, 200.0])
+def test_a_sink_beside_large_weights(height: float) -> None:
+    """Weights of e^166: only the larger sink takes part of the sum."""
+    spec = sr.AttentionSpec(series="power", order=2, denominator="sum_plus_sink")
+    q, v = (torch.full((1, 1, 3, 2), size, dtype=torch.float64) for size in (1e12, 1.0))
+    sink = torch.tensor([height], dtype=torch.float64, requires_grad=True)
+    outs = [
+        attend(q, 1e12 * q, v, spec, sink=sink) for attend in (sr.attention, reference.attention)
+    ]
+    torch.testing.assert_close(*outs)
+    torch.testing.assert_close(*(torch.autograd.grad(out.sum(), sink) for out in outs))
+    assert (outs[0].amax() < 1e-10) == (height == 200.0)
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, *WIDENED])

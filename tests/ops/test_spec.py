@@ -33,6 +33,8 @@ def test_round_trip(spec: AttentionSpec) -> None:
         ({"scale": "big"}, "or None, not 'big'"),
         ({"epsilon": -1.0}, "epsilon must be a finite number >= 0"),
         ({"floor": 1.0, "denominator": "length"}, "not to 'length'"),
+        ({"series": "polynomial", "coefficients": (0.0, 1e-308)}, "at least 1e-30 in size, not"),
+        ({"window": 2**63}, "window must be at most 2\\*\\*62"),
         ({"input_gate": "yes"}, "input_gate must be True or False"),
     ],
 )

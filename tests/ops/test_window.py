@@ -255,3 +255,25 @@ def test_a_state_of_another_window_is_refused() -> None:
     cut = dataclasses.replace(state, recent=None)
     with pytest.raises(ValueError, match="must hold 6 recent keys, not 0"):
         sr.attention(spec=case.spec, state=cut, **pieces(case, 20, 40))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"denominator": "length"},
+        {"global_keys": 3, "denominator": "length"},
+        {"decay": "token"},
+        {"series": "taylor", "order": 2, "outside": "series", "decay": "token"},
+    ],
+    ids=str,
+)
+def test_memory_follows_the_keys_and_not_the_window(fields: dict[str, Any]) -> None:
+    wide, all_keys = (sr.AttentionSpec(window=window, **fields) for window in (2**40, 40))
+    case = make_case(wide, shape=FORTY, mask="padding")
+    expected = dataclasses.replace(case, spec=all_keys).run(sr.attention, form="dense")
+    for form in case.forms:
+        assert_close(case.run(sr.attention, form=form), expected, 1e-10, form)
+    if wide.outside == "series":  # a state keeps room for the whole window
+        with pytest.raises(MemoryError, match="window=1099511627776 and global_keys=0 take"):
+            case = dataclasses.replace(case, mask=None)
+            sr.attention(spec=wide, return_state=True, **case.tensors)

@@ -87,8 +87,11 @@ class _BlockedSums(torch.autograd.Function):
         log_decay: Tensor | None,
         coefficients: Tensor | None,
         mask: Tensor | None,
-        *options: Any,
+        spec: AttentionSpec,
+        causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        # By name: without gradients torch.compile counts parameters to tell whether ctx is one.
+        options = spec, causal
         blocks = Blocks(q, k, v, log_decay, coefficients, mask, *options)
         numerator = q.new_empty(*blocks.q.shape[:-1], v.shape[-1], dtype=blocks.dtype)
         weight_sum = q.new_empty(blocks.q.shape[:-1], dtype=blocks.dtype)
