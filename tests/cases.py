@@ -65,8 +65,8 @@ def _resets(x: Tensors) -> None:
         x["log_decay"].zero_()[:, :, x["k"].shape[2] // 3 :: 50] = -1e4
 
 
-# Inputs that try to make a bound lie: bounds of scores by which keys are skipped, scales chosen from
-# the largest key, sums in which keys cancel. Each changes random tensors, [B, H, S, ...].
+# Inputs that try to make a bound lie: bounds of scores by which keys are skipped, scales chosen
+# from the largest key, sums in which keys cancel. Each changes random tensors, [B, H, S, ...].
 INPUTS: dict[str, Callable[[Tensors], object]] = {
     "normal": lambda x: None,
     "dominating": _dominating,  # the first keys decide, however far they have faded

@@ -277,8 +277,7 @@ def test_torch_compile(name: str) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["forgetting", "taylor_token"])
+@pytest.mark.parametrize("name", first_quick(["forgetting", "taylor_token"]))
 def test_torch_compile_with_dynamic_shapes(name: str) -> None:
     """One graph for any length; without gradients, too."""
     spec = WIDENED[name]

@@ -112,8 +112,8 @@ def attention(
             (``variant("hedgehog")``) is for queries and keys that are mapped already.
         causal: query ``t`` sees keys up to ``t + S - T`` (the queries are the last T positions).
         mask: boolean, True = visible, broadcastable to [B, H, T, S]; with ``causal`` both apply.
-            What hidden keys, values and input gates hold never matters. If a row sees no key, its numerator is zero, and so is its output (apart from a
-            ``norm_bias``).
+            What hidden keys, values and input gates hold never matters. If a row sees no key, its
+            numerator is zero, and so is its output (apart from a ``norm_bias``).
         input_gate: in [0, 1], [B, Hkv, S]; multiplies the values (appendix E).
         output_gate: multiplies the output: [B, H, T] (in [0, 1] in appendix E), or per channel
             [B, H, T, E].

@@ -229,8 +229,8 @@ def require_memory_to_keep(spec: AttentionSpec, keys: Sequence[Tensor | None]) -
         return
     raise MemoryError(
         f"A state keeps all keys of the window: window={spec.window} and global_keys="
-        f"{spec.global_keys} take {needed:,} bytes, {each:,} for each; {free:,} bytes are free. Use "
-        "a narrower window, or no state."
+        f"{spec.global_keys} take {needed:,} bytes, {each:,} for each; {free:,} bytes are free. "
+        "Use a narrower window, or no state."
     )
 
 
