@@ -23,6 +23,7 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
+from transformers.models.auto import modeling_auto
 
 from softmax_rnn._utils.errors import shown
 from softmax_rnn.models.cache import state_bytes
@@ -34,6 +35,7 @@ from softmax_rnn.models.initialization import reset_unloaded
 from softmax_rnn.ops.dispatch import FORMS, forms
 
 # Any other class of configuration reads the keys of id2label as numbers, and fails with this text.
+_OF = "__"  # between the names of a class of models and of a family that shares it
 _GUARD = "a converted attention: import softmax_rnn.models and use an Auto class"
 
 # The Auto classes that load converted models, each with its table of families.
@@ -70,8 +72,12 @@ class ConvertedConfig(PreTrainedConfig):
                 f"softmax_rnn.source of a converted model must be a model type of transformers, "
                 f"not {shown(source)}."
             )
-        register(CONFIG_MAPPING[source])
-        return converted_config(CONFIG_MAPPING[source]).from_dict(config_dict, **kwargs)
+        family = CONFIG_MAPPING[source]
+        names = config_dict.get("architectures") or [""]
+        name = str(names[0]).removeprefix("Converted").partition(_OF)[0]
+        kind = getattr(transformers, name, None) if name.isidentifier() else None
+        register(family, kind if isinstance(kind, type) else None)
+        return converted_config(family).from_dict(config_dict, **kwargs)
 
 
 class _OfFamily:
@@ -103,10 +109,12 @@ class _OfFamily:
         if not isinstance(layers, list):
             raise ValueError("A converted model's configuration is made by softmax_rnn.convert.")
         records = [ConvertedAttention.from_dict(layer) for layer in layers]
-        if sorted(record.index for record in records) != list(range(len(records))):
+        indices = [record.index for record in records]
+        layers_of_model = self.num_hidden_layers
+        if len(set(indices)) < len(indices) or max(indices, default=0) >= layers_of_model:
             raise ValueError(
-                "The converted layers of a configuration must have the indices 0, 1, 2... once "
-                f"each, not {[record.index for record in records]}."
+                "The converted layers of a configuration must have different indices below "
+                f"{layers_of_model}, not {indices}."
             )
         return records
 
@@ -186,20 +194,30 @@ def converted_config(source: Any) -> Any:
     return _named(Converted, source)
 
 
+def converted_model(source: Any, family: Any = None) -> Any:
+    """The class of the converted models of a class of models.
+
+    ``family`` is the class of their configurations, if it is not the one that the class names.
+    """
+    return _model_class(source, family or source.config_class)
+
+
 @functools.cache
-def converted_model(source: Any) -> Any:
-    """The class of the converted models of a family's class of models."""
+def _model_class(source: Any, family: Any) -> Any:
     own = (OwnCacheGeneration,) if issubclass(source, GenerationMixin) else ()
 
     class Converted(ConvertedModel, *own, source):  # type: ignore[misc]
-        config_class = converted_config(source.config_class)
+        config_class = converted_config(family)
 
+    _named(Converted, source)
+    if family is not source.config_class:
+        Converted.__name__ = Converted.__qualname__ = f"{Converted.__name__}{_OF}{family.__name__}"
     mapping = get_checkpoint_conversion_mapping(
         source.__name__
-    ) or get_checkpoint_conversion_mapping(source.config_class.model_type)
+    ) or get_checkpoint_conversion_mapping(family.model_type)
     if mapping is not None:  # how files name and split weights
-        register_checkpoint_conversion_mapping(f"Converted{source.__name__}", mapping, True)
-    return _named(Converted, source)
+        register_checkpoint_conversion_mapping(Converted.__name__, mapping, True)
+    return Converted
 
 
 def _named(converted: Any, source: Any) -> Any:
@@ -210,22 +228,31 @@ def _named(converted: Any, source: Any) -> Any:
 
 def __getattr__(name: str) -> Any:
     """A class of this module by its name, for pickle."""
-    source = getattr(transformers, name.removeprefix("Converted"), None)
+    source, _, family = (
+        getattr(transformers, part, None) for part in name.removeprefix("Converted").partition(_OF)
+    )
     if not name.startswith("Converted") or not isinstance(source, type):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     is_config = issubclass(source, PreTrainedConfig)
-    return converted_config(source) if is_config else converted_model(source)
+    return converted_config(source) if is_config else converted_model(source, family)
 
 
 @functools.cache
-def register(source: Any) -> None:
-    """Make the Auto classes know the converted models of a family's class of configurations."""
+def register(family: Any, model: Any = None) -> None:
+    """Make the Auto classes know the converted models of a family's class of configurations.
+
+    ``model`` is one of its classes of models, for a configuration that no table has: the decoder's
+    of a model with several parts.
+    """
     for name, table in _AUTO.items():
-        families = getattr(transformers, table)
-        if source in families:
-            found = families[source]
+        families, names = getattr(transformers, table), getattr(modeling_auto, f"{table}_NAMES")
+        found = families[family] if family in families else None
+        if found is None and model is not None and model.__name__ in names.values():
+            found = model
+        if found is not None:
             found = found[0] if isinstance(found, tuple) else found
-            getattr(transformers, name).register(converted_config(source), converted_model(found))
+            converted = converted_config(family), converted_model(found, family)
+            getattr(transformers, name).register(*converted, exist_ok=True)
 
 
 AutoConfig.register(CONVERTED, ConvertedConfig)

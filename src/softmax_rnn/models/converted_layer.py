@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from softmax_rnn.models.converted_cache import KeyValueLayer, StateLayer
 from softmax_rnn.models.converted_record import ConvertedAttention
-from softmax_rnn.models.masks import mask_of_family
+from softmax_rnn.models.masks import full_mask, mask_of_family
 from softmax_rnn.ops.layer_core import AttentionCore, Mapped, Projected
 from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.operation import attention
@@ -36,6 +36,7 @@ UNSUPPORTED = {
     "softcap": "a soft cap of the scores",
     "position_bias": "a bias of the scores by relative positions",
     "head_mask": "a mask of heads",
+    "indices": "a choice of keys by an indexer",
 }
 
 
@@ -359,10 +360,10 @@ def _record(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    attention_mask: Tensor | None,  # some families give it by name
     **options: Any,
 ) -> tuple[Tensor, None]:
-    _calls.append(Call(module, query, key, value, mask, options))
+    _calls.append(Call(module, query, key, value, attention_mask, options))
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -372,6 +373,9 @@ def inputs_of(call: Call) -> Tensor | None:
     return None if inputs is None else inputs.hidden_states
 
 
-for _name, _function in ((CONVERTED, attend), (PROBE, _record)):
+for _name, _function, _mask in (
+    (CONVERTED, attend, mask_of_family),
+    (PROBE, _record, full_mask),
+):
     AttentionInterface.register(_name, _function)
-    AttentionMaskInterface.register(_name, mask_of_family)
+    AttentionMaskInterface.register(_name, _mask)

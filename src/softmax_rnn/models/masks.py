@@ -68,3 +68,9 @@ def mask_of_family(
         shown = attention_mask[:, kv_offset : kv_offset + kv_length]
         shown = F.pad(shown, (0, kv_length - shown.shape[1]), value=False)[:, None, None]
     return shown.expand(-1, 1, q_length, kv_length)
+
+
+def full_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """transformers' boolean mask [B, 1, T, S], even where none is needed."""
+    kept = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return sdpa_mask(*args, **{**kwargs, **kept})

@@ -1,0 +1,268 @@
+"""What a model of transformers must be for a conversion; nothing here changes the model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from softmax_rnn._utils.errors import shown
+from softmax_rnn.models.converted import (
+    ConvertedConfig,
+    ConvertedModel,
+    converted_config,
+    converted_model,
+)
+from softmax_rnn.models.converted_layer import (
+    CONVERTED,
+    INPUTS,
+    PART,
+    PROBE,
+    UNSUPPORTED,
+    Call,
+    ConvertedLayer,
+    inputs_of,
+    pass_inputs,
+    recorded_calls,
+)
+from softmax_rnn.models.converted_record import ConvertedAttention
+from softmax_rnn.ops.spec import AttentionSpec
+
+_SOFTMAX = AttentionSpec().to_dict()
+# Tensors that a family's module may pass to its attention without an effect on the result.
+_HARMLESS = ("position_ids", "cache_position")
+# A model is compared with its source on so many tokens that every window, chunk or compressor with
+# at most _LONG tokens is in use. These are words in the names of such fields of a configuration.
+_SHORT, _LONG = 16, 256
+_LENGTHS = ("window", "chunk", "compress", "block", "stride", "topk", "local")
+
+
+def check_model(model: Any) -> None:
+    """Raise ``ValueError`` for a kind of model that is never converted."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            "The model must be one of transformers, as from_pretrained returns it, not "
+            f"{shown(model)}."
+        )
+    if isinstance(model, ConvertedModel):
+        raise ValueError(
+            f"convert: this {type(model).__name__} is converted already; load the source again."
+        )
+    name, config = type(model).__name__, model.config
+    problems = {
+        "is an encoder with a decoder": config.is_encoder_decoder,
+        "has cross attention": getattr(config, "add_cross_attention", False),
+        "has several parts with configurations of their own": config.sub_configs,
+        "takes no input_ids": model.main_input_name != "input_ids",
+        "has a class of caches of its own": _own_cache(type(model)),
+    }
+    for problem, found in problems.items():
+        if found:
+            raise ValueError(f"{name} {problem}, which this library does not support.")
+
+
+def _own_cache(model: type) -> bool:
+    """Whether the file of a family's model defines a class of caches."""
+    names = vars(sys.modules[model.__module__])
+    caches = (x for x in names.values() if isinstance(x, type) and issubclass(x, Cache))
+    return any(x.__module__ == model.__module__ for x in caches)
+
+
+@contextlib.contextmanager
+def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Evaluation mode, and the attention of this name in transformers' interface."""
+    chosen, training = model.config._attn_implementation, [x.training for x in model.modules()]
+    model.eval()
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(chosen)
+        for module, mode in zip(model.modules(), training, strict=True):
+            module.training = mode
+
+
+@contextlib.contextmanager
+def attached(
+    model: PreTrainedModel, layers: Sequence[tuple[nn.Module, ConvertedLayer]]
+) -> Iterator[None]:
+    """Let these layers compute the attention of the modules within the context."""
+    with implementation(model, CONVERTED), contextlib.ExitStack() as undo:
+        for module, part in layers:
+            undo.callback(part.attach(module).remove)
+            undo.callback(delattr, module, PART)
+        yield
+
+
+def sample_tokens(model: PreTrainedModel) -> Tensor:
+    """Random tokens [1, T], long enough for what the configuration can switch on."""
+
+    def integers(value: Any) -> list[int]:
+        if isinstance(value, dict | list | tuple):
+            parts = value.values() if isinstance(value, dict) else value
+            return [x for part in parts for x in integers(part)]
+        return [value] if isinstance(value, int) and not isinstance(value, bool) else []
+
+    fields = model.config.to_dict()
+    found = [
+        x
+        for name, value in fields.items()
+        if any(word in name for word in _LENGTHS)
+        for x in integers(value)
+    ]
+    tokens = max([x for x in found if x <= _LONG], default=0) + _SHORT
+    known = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(known, int) and known > 0:
+        tokens = max(2, min(tokens, known - 4))  # some families begin to count at 2
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.get_input_embeddings().num_embeddings, (1, tokens), generator=generator)
+    return ids.to(model.device)
+
+
+def examined(model: PreTrainedModel) -> list[Call]:
+    """The calls of the attention for some tokens, with the modules' inputs.
+
+    Raises:
+        ValueError: if there are none, or modules of the same class make none.
+    """
+    name, ids = type(model).__name__, sample_tokens(model)
+    with implementation(model, PROBE), torch.no_grad():
+        with recorded_calls() as first, _named(f"{name} cannot be examined"):
+            model.base_model(input_ids=ids[:, :2])
+        modules = [call.module for call in first]
+        kinds = {type(module) for module in modules}
+        missed = [x for x in model.modules() if type(x) in kinds and x not in modules]
+        if not modules or missed:
+            raise ValueError(
+                f"The attention of {name} does not go through transformers' "
+                "AttentionInterface, or not in every layer."
+            )
+        if len(set(modules)) < len(modules):
+            raise ValueError(f"Several layers of {name} share an attention module.")
+        hooks = [x.register_forward_pre_hook(pass_inputs, with_kwargs=True) for x in modules]
+        try:
+            problem = f"The attention of {name} takes no further arguments"
+            with recorded_calls() as second, _named(problem):
+                model.base_model(input_ids=ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    return second
+
+
+@contextlib.contextmanager
+def _named(problem: str) -> Iterator[None]:
+    """Turn any error of a family's code into a ``ValueError`` that says what was tried."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{problem}: {type(error).__name__}: {error}") from error
+
+
+def check_call(call: Call) -> None:
+    """Raise ``ValueError`` for what this library's attention would leave out."""
+    kind = type(call.module).__name__
+    for name, what in UNSUPPORTED.items():
+        if call.options.get(name) is not None:
+            raise ValueError(f"{kind} has {what} ({name}), which no spec computes.")
+    if call.mask is not None and call.mask.dtype != torch.bool:
+        raise ValueError(f"{kind} adds a bias to its scores, which no spec computes.")
+    keys, queries = call.key.shape[2], call.query.shape[2]
+    if keys != queries:
+        raise ValueError(
+            f"{kind} has {keys} keys for {queries} tokens (cross attention, or compressed keys), "
+            "which no spec computes."
+        )
+    known = (*_HARMLESS, "s_aux")
+    for name, value in call.options.items():
+        if isinstance(value, Tensor) and name not in known:
+            raise ValueError(f"The attention of {kind} takes {name}, which is unknown.")
+    if inputs_of(call) is None:
+        raise ValueError(f"{kind} does not pass its arguments on to its attention.")
+
+
+def _softmax(record: ConvertedAttention) -> ConvertedLayer:
+    """A layer that computes the source's own attention."""
+    return ConvertedLayer(dataclasses.replace(record, attention=_SOFTMAX, layer_options={}))
+
+
+def check_softmax(call: Call, record: ConvertedAttention) -> None:
+    """Raise ``ValueError`` unless the family's own function is softmax attention, as ours is.
+
+    It is the one that the module's file has for the implementation ``eager``.
+    """
+    eager = getattr(sys.modules[type(call.module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        return
+    generator = torch.Generator().manual_seed(0)
+    like = call.query.device, call.query.dtype
+    shapes = (call.query.shape, call.key.shape, call.value.shape)
+    # Scores of about 10, where a soft cap or a sink would show.
+    q, k, v = (4 * torch.randn(shape, generator=generator).to(*like) for shape in shapes)
+    mask = torch.zeros(1, 1, q.shape[2], k.shape[2]).to(*like)
+    if record.causal:
+        mask = mask.masked_fill(torch.ones_like(mask).triu(1) > 0, torch.finfo(q.dtype).min)
+    options = {key: x for key, x in call.options.items() if key != INPUTS}
+    inputs, sinks = call.options[INPUTS], options.get("s_aux")
+    with torch.no_grad():
+        expected, _ = eager(call.module, q, k, v, mask, **options)
+        found = _softmax(record)(q, k, v, None, inputs, record.causal, sinks)
+    tolerance = 0.05 if q.dtype.itemsize == 2 else 1e-3
+    if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance * float(v.abs().max())):
+        raise ValueError(
+            f"The attention of {type(call.module).__name__} is not softmax of scaled "
+            "products: what it adds is in no spec."
+        )
+
+
+def check_outputs(model: PreTrainedModel, calls: Sequence[Call], records: Sequence[Any]) -> None:
+    """Raise ``ValueError`` unless the whole model, with our softmax, computes what its source does.
+
+    The last hidden states are compared, for a row of :func:`sample_tokens` and a padded one.
+    """
+    name, ids = type(model).__name__, sample_tokens(model)
+    shown = torch.ones_like(ids)
+    shown[:, : ids.shape[1] // 4] = 0
+    layers = [(call.module, _softmax(record)) for call, record in zip(calls, records, strict=True)]
+
+    def outputs(mask: Tensor | None) -> Tensor:
+        out: Tensor = model.base_model(input_ids=ids, attention_mask=mask)[0]
+        return (out if mask is None else out[mask.bool()]).float()
+
+    with torch.no_grad():
+        with implementation(model, "eager"), _named(f"{name} cannot be examined"):
+            expected = [outputs(mask) for mask in (None, shown)]
+        with attached(model, layers), _named(f"{name} does not run with another attention"):
+            found = [outputs(mask) for mask in (None, shown)]
+    tolerance = 0.1 if model.dtype.itemsize == 2 else 1e-3
+    for x, y in zip(found, expected, strict=True):
+        error = float((x - y).norm() / y.norm())
+        if not error <= tolerance:
+            raise ValueError(
+                f"{name} with the softmax of this library differs from its source by "
+                f"{error:.2g} of its last hidden states, on {ids.shape[1]} tokens: its attention "
+                "does something that no spec computes."
+            )
+
+
+def check_return(model: PreTrainedModel, layers: Sequence[dict[str, Any]]) -> None:
+    """Raise ``ValueError`` unless the converted model could be saved, loaded and generate."""
+    family, kind = type(model.config), type(model)
+    config = copy.deepcopy(model.config)
+    config.softmax_rnn = {"source": config.model_type, "layers": layers}
+    config.architectures = [converted_model(kind, family).__name__]
+    config.__class__ = converted_config(family)
+    with _named(f"A converted {kind.__name__} could not be loaded again"), torch.device("meta"):
+        loaded = ConvertedConfig.from_dict(json.loads(config.to_json_string()))
+        if type(loaded) is not type(config):
+            raise TypeError(f"its configuration would be a {type(loaded).__name__}")
+        converted_model(kind, family)(loaded).new_cache()
