@@ -82,8 +82,10 @@ FURTHER: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_d_head": 16, "attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 61},
     "cohere_compass_text": {"rope_parameters": {"full_attention": SECTIONS}},
-    "dots3_note": {"text_config": {"num_key_value_heads": HEADS, "per_layer_config": None}},
-    "dots3_note_text": {"num_key_value_heads": HEADS, "per_layer_config": None},
+    "dots3_note_text": {
+        **{"head_dim": 16, "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS},
+        **{"swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8},
+    },
     "esmc": {"num_key_value_heads": HEADS},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -91,10 +93,22 @@ FURTHER: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 16},
     "neomme": {"head_dim": 16},
     "perceiver": {"d_latents": WIDTH, "num_latents": 8},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "zamba": {
+        **{"attention_hidden_size": 64, "attention_head_dim": 16, "num_key_value_heads": HEADS},
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+    },
+    "convbert": {"conv_kernel_size": 3},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2}},
+    "hrm_text": {"num_hidden_layers": 16},
+    "nystromformer": {"conv_kernel_size": 3, "segment_means_seq_len": 40, "num_landmarks": 40},
+    "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16, "num_key_value_heads": HEADS},
     "zaya": {"num_experts_per_tok": 1},
     "granitemoehybrid": {"mamba_d_head": 16, "layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "qwen4_exp_text": {
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8},
+        **{"indexer_budget": 8, "indexer_compress_ratio": 2},
+    },
     "recurrent_gemma": {"num_hidden_layers": 3},
     "xmod": {"default_language": "en_XX"},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
@@ -111,14 +125,14 @@ class Row(NamedTuple):
     reason: str = ""
 
 
-def fields(config: Any, model_type: str = "") -> dict[str, Any]:
+def fields(config: Any, kind: str) -> dict[str, Any]:
     """The fields of a tiny configuration, for a default one of the same class."""
     known = {name: size for size, names in TINY.items() for name in names.split()}
     found: dict[str, Any] = {}
     for name, value in config.to_dict().items():
         if name in config.sub_configs:
             part = getattr(config, name)
-            found[name] = None if part is None else fields(part)
+            found[name] = None if part is None else fields(part, kind)
         elif name in known:
             size = known[name]
             found[name] = dict.fromkeys(value, size) if isinstance(value, dict) else size
@@ -128,7 +142,9 @@ def fields(config: Any, model_type: str = "") -> dict[str, Any]:
             found[name] = 0.0
         elif name in ("layer_types", "layers_block_type", "mlp_layer_types") and value:
             found[name] = list(dict.fromkeys(value))
-    found |= FURTHER.get(model_type, {})
+    if kind == "causal" and hasattr(config, "is_decoder"):
+        found["is_decoder"] = True
+    found |= FURTHER.get(config.model_type, {})
     if "kv_lora_rank" in found:  # every head has keys of its own
         found["num_key_value_heads"] = HEADS
     kinds = [x for name, x in found.items() if name.endswith(("layer_types", "block_type"))]
@@ -144,7 +160,7 @@ def fields(config: Any, model_type: str = "") -> dict[str, Any]:
 def built(model_type: str, kind: str) -> Any:
     """A tiny model whose norms, biases and sinks matter as well."""
     config = transformers.CONFIG_MAPPING[model_type]
-    config = config(**fields(config(), model_type))
+    config = config(**fields(config(), kind))
     model_class = getattr(transformers, AUTO[kind][1])[type(config)]
     model_class = model_class[0] if isinstance(model_class, tuple) else model_class
     parts = [getattr(config, name) for name in config.sub_configs]
@@ -155,7 +171,7 @@ def built(model_type: str, kind: str) -> Any:
     model.set_attn_implementation("eager")
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or not parameter.any():
                 parameter.uniform_(-1, 1)
     return model
 
@@ -192,7 +208,7 @@ def examined(model_type: str, kind: str) -> tuple[str, str]:
         model = sr.convert(source, SERIES)
     except ValueError as error:
         # The error of a family's own code has a cause.
-        return (NOT_BUILT, runs) if runs and error.__cause__ else (REFUSED, str(error))
+        return (NOT_BUILT, f"it does not run: {runs}") if runs and error.__cause__ else (REFUSED, str(error))
     except Exception as error:
         return FAILS, f"convert: {said(error)}"
     if runs:

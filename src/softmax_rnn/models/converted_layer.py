@@ -259,6 +259,7 @@ def pass_inputs(
     given = (*args, *kwargs.values())
     hidden_states = args[0] if args else kwargs["hidden_states"]
     cache = next((x for x in given if isinstance(x, Cache)), None)
+    cache = getattr(cache, "self_attention_cache", cache)  # of a decoder that could have an encoder
     return args, {**kwargs, INPUTS: _Inputs(hidden_states, cache)}
 
 

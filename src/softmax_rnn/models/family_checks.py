@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import json
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from softmax_rnn._utils.errors import shown
 from softmax_rnn.models.converted import (
-    ConvertedConfig,
     ConvertedModel,
     converted_config,
     converted_model,
@@ -61,7 +60,9 @@ def check_model(model: Any) -> None:
     problems = {
         "is an encoder with a decoder": config.is_encoder_decoder,
         "has cross attention": getattr(config, "add_cross_attention", False),
-        "has several parts with configurations of their own": config.sub_configs,
+        "has several parts with configurations of their own": any(
+            getattr(config, name, None) is not None for name in config.sub_configs
+        ),
         "takes no input_ids": model.main_input_name != "input_ids",
         "has a class of caches of its own": _own_cache(type(model)),
     }
@@ -80,14 +81,14 @@ def _own_cache(model: type) -> bool:
 @contextlib.contextmanager
 def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Evaluation mode, and the attention of this name in transformers' interface."""
-    chosen, training = model.config._attn_implementation, [x.training for x in model.modules()]
+    chosen, training = model.config._attn_implementation, {x: x.training for x in model.modules()}
     model.eval()
     try:
         model.set_attn_implementation(name)
         yield
     finally:
         model.set_attn_implementation(chosen)
-        for module, mode in zip(model.modules(), training, strict=True):
+        for module, mode in training.items():
             module.training = mode
 
 
@@ -124,8 +125,8 @@ def sample_tokens(model: PreTrainedModel) -> Tensor:
     if isinstance(known, int) and known > 0:
         tokens = max(2, min(tokens, known - 4))  # some families begin to count at 2
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.get_input_embeddings().num_embeddings, (1, tokens), generator=generator)
-    return ids.to(model.device)
+    size = getattr(model.config, "vocab_size", None) or 2
+    return torch.randint(size, (1, tokens), generator=generator).to(model.device)
 
 
 def examined(model: PreTrainedModel) -> list[Call]:
@@ -137,7 +138,7 @@ def examined(model: PreTrainedModel) -> list[Call]:
     name, ids = type(model).__name__, sample_tokens(model)
     with implementation(model, PROBE), torch.no_grad():
         with recorded_calls() as first, _named(f"{name} cannot be examined"):
-            model.base_model(input_ids=ids[:, :2])
+            model.base_model(input_ids=ids)
         modules = [call.module for call in first]
         kinds = {type(module) for module in modules}
         missed = [x for x in model.modules() if type(x) in kinds and x not in modules]
@@ -147,7 +148,9 @@ def examined(model: PreTrainedModel) -> list[Call]:
                 "AttentionInterface, or not in every layer."
             )
         if len(set(modules)) < len(modules):
-            raise ValueError(f"Several layers of {name} share an attention module.")
+            raise ValueError(
+                f"Several layers of {name} share an attention module, or one computes several."
+            )
         hooks = [x.register_forward_pre_hook(pass_inputs, with_kwargs=True) for x in modules]
         try:
             problem = f"The attention of {name} takes no further arguments"
@@ -261,8 +264,13 @@ def check_return(model: PreTrainedModel, layers: Sequence[dict[str, Any]]) -> No
     config.softmax_rnn = {"source": config.model_type, "layers": layers}
     config.architectures = [converted_model(kind, family).__name__]
     config.__class__ = converted_config(family)
-    with _named(f"A converted {kind.__name__} could not be loaded again"), torch.device("meta"):
-        loaded = ConvertedConfig.from_dict(json.loads(config.to_json_string()))
+    with (
+        _named(f"A converted {kind.__name__} could not be loaded again"),
+        tempfile.TemporaryDirectory() as folder,
+        torch.device("meta"),
+    ):
+        config.save_pretrained(folder)
+        loaded = AutoConfig.from_pretrained(folder, local_files_only=True)
         if type(loaded) is not type(config):
             raise TypeError(f"its configuration would be a {type(loaded).__name__}")
         converted_model(kind, family)(loaded).new_cache()
