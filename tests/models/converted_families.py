@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import (
@@ -17,6 +19,10 @@ WIDE = {**TINY, "max_position_embeddings": 64, "pad_token_id": 0, "initializer_r
 EQUAL_HEADS = {key: x for key, x in WIDE.items() if key != "num_key_value_heads"}
 GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
 MIXED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+HYBRID = {**WIDE, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
 # Class and configuration of a tiny model of each family.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", WIDE),
@@ -35,6 +41,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "GptOss": (
         "GptOssForCausalLM",
         {**WIDE, **MIXED, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "Afmoe": ("AfmoeForCausalLM", {**WIDE, **MIXED, **EXPERTS, "head_dim": 8}),
+    # In these families only some layers call attention.
+    "Qwen3Next": (
+        "Qwen3NextForCausalLM",
+        {**HYBRID, **EXPERTS, **DELTA, "shared_expert_intermediate_size": 16},
+    ),
+    "Qwen3_5Text": ("Qwen3_5ForCausalLM", {**HYBRID, **DELTA, "linear_value_head_dim": 8}),
+    "Lfm2": ("Lfm2ForCausalLM", {**WIDE, "layer_types": ["conv", "full_attention"]}),
+    "RecurrentGemma": (
+        "RecurrentGemmaForCausalLM",
+        {**WIDE, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 5},
     ),
     "Bert": ("BertForMaskedLM", EQUAL_HEADS),
     "ModernBert": (
@@ -82,7 +100,63 @@ def inputs(model: Any, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     return given
 
 
+FAST = ("Llama", "Mistral", "GPT2", "GptOss", "Qwen3Next", "Bert")
+
+
+def cases(names: Iterable[str]) -> list[Any]:
+    """Families as parameters of a test; most of them are left to the slow tests."""
+    return [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in names]
+
+
 REFUSED = {
+    "31 keys for 25 tokens": (
+        "DeepseekV4",
+        "DeepseekV4ForCausalLM",
+        {
+            **WIDE,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "q_lora_rank": 8,
+            "o_lora_rank": 8,
+            "o_groups": 2,
+            "n_routed_experts": 2,
+            "num_experts_per_tok": 1,
+            "sliding_window": 5,
+            "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 9},
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_topk": 2,
+        },
+    ),
+    "DogeAttention adds a bias to its scores": ("Doge", "DogeForCausalLM", WIDE),
+    "DeepseekV32Attention has a choice of keys": (
+        "DeepseekV32",
+        "DeepseekV32ForCausalLM",
+        {
+            **EQUAL_HEADS,
+            **MLA,
+            "v_head_dim": 8,
+            "n_routed_experts": 2,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_topk": 4,
+        },
+    ),
+    "GlmMoeDsaAttention has a choice of keys": (
+        "GlmMoeDsa",
+        "GlmMoeDsaForCausalLM",
+        {
+            **EQUAL_HEADS,
+            **MLA,
+            "v_head_dim": 8,
+            "n_routed_experts": 2,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_topk": 4,
+        },
+    ),
+    "has a class of caches of its own": ("MiniMax", "MiniMaxForCausalLM", WIDE),
     "a soft cap of the scores": ("Gemma2", "Gemma2ForCausalLM", {**WIDE, "head_dim": 16}),
     "does not go through transformers' AttentionInterface": ("Bloom", "BloomForCausalLM", {}),
     "several parts with configurations": ("Mpt", "MptForCausalLM", {}),

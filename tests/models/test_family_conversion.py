@@ -13,12 +13,14 @@ from transformers import (
 
 import softmax_rnn as sr
 from converted_families import (
+    FAMILIES,
     IDS,
     REFUSED,
     converted,
     refused,
     source,
 )
+from softmax_rnn.models.family_checks import sample_tokens
 
 
 def test_no_other_implementation_is_chosen() -> None:
@@ -110,3 +112,46 @@ def test_dropout_and_weights_are_refused_when_used() -> None:
         model.train()(IDS)
     with pytest.raises(ValueError, match="no matrix of weights"):
         converted("Llama", "norm")(IDS, output_attentions=True)
+
+
+def test_a_difference_beyond_the_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's attention agrees, but from token 20 on the model does not."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    forward = LlamaDecoderLayer.forward
+
+    def compressed(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, hidden_states, *args, **kwargs)
+        if self.self_attn.config._attn_implementation == "eager":
+            out[:, 20:] *= 1.1
+        return out
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", compressed)
+    model = source("Llama", compress_rate=20)  # what the length is taken from
+    with pytest.raises(ValueError, match=r"differs from its source by 0\.\d+ .* on 36 tokens"):
+        sr.convert(model, "norm")
+    assert type(model) is LlamaForCausalLM
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        ({}, 16),
+        ({"sliding_window": 30}, 46),
+        ({"sliding_window": 4096, "attention_chunk_size": 20}, 36),
+        ({"compress_rates": {"some": 4, "others": 40}}, 56),
+        ({"compress_rates": [3, 45], "max_position_embeddings": 50}, 46),
+    ],
+)
+def test_the_length_of_a_comparison(fields: dict, tokens: int) -> None:
+    assert sample_tokens(source("Llama", **fields)).shape == (1, tokens)
+
+
+def test_what_could_not_be_loaded_again_is_not_converted() -> None:
+    class Own(transformers.LlamaConfig):
+        """Saved under the type of Llama."""
+
+    model = LlamaForCausalLM(Own(**FAMILIES["Llama"][1]))
+    with pytest.raises(ValueError, match="could not be loaded again: .* would be a ConvertedLlama"):
+        sr.convert(model, "norm")
+    assert type(model) is LlamaForCausalLM

@@ -23,6 +23,7 @@ from transformers import (
 
 import softmax_rnn as sr
 from converted_families import (
+    FAMILIES,
     IDS,
     converted,
     source,
@@ -48,16 +49,66 @@ def test_it_stays_converted(tmp_path: Path) -> None:
                 kind.from_pretrained(tmp_path / "model", **options)
     with pytest.raises(ValueError, match="This LlamaAttention was not converted"):
         LlamaForCausalLM(model.config)(IDS)
+
+
+@pytest.mark.slow
+def test_the_first_words_say_what_to_import(tmp_path: Path) -> None:
+    """In a program without this package: of the error, or of the warning before it."""
+    converted("Llama", "taylor:2").save_pretrained(tmp_path)
     code = f"""
 import sys, transformers
-for kind in ("AutoModelForCausalLM", "AutoModel", "LlamaForCausalLM"):
+for kind in ("AutoModelForCausalLM", "AutoModel", "AutoConfig", "LlamaForCausalLM", "LlamaConfig"):
     try:
-        getattr(transformers, kind).from_pretrained({str(tmp_path / "model")!r})
+        getattr(transformers, kind).from_pretrained({str(tmp_path)!r})
     except Exception as error:
-        print("softmax_rnn" in str(error), "softmax_rnn" in sys.modules)
+        print("softmax_rnn" in sys.modules, kind, error, file=sys.stderr)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True False\n" * 3
+    told = [line for line in done.stderr.splitlines() if "softmax_rnn" in line]
+    unknown = "The checkpoint you are trying to load has model type `import softmax_rnn.models "
+    for line, kind in zip(told, ("AutoModelForCausalLM", "AutoModel", "AutoConfig"), strict=False):
+        assert line.startswith(f"False {kind} {unknown}")
+    other = "You are using a model of type `import softmax_rnn.models to load this converted model`"
+    number = "invalid literal for int() with base 10: 'import softmax_rnn.models and use an Auto"
+    for place, kind in ((3, "LlamaForCausalLM"), (5, "LlamaConfig")):
+        assert other in told[place]
+        assert told[place + 1].startswith(f"False {kind} {number}")
+
+
+def test_a_model_of_an_earlier_version_is_loaded(tmp_path: Path) -> None:
+    """Its file has another model type."""
+    model = converted("Llama", "norm")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    assert fields["model_type"] == "import softmax_rnn.models to load this converted model"
+    fields["model_type"] = "softmax_rnn_converted"
+    path.write_text(json.dumps(fields))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.model_type == model.config.model_type == "softmax_rnn_converted"
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+def test_configurations_that_no_table_has_with_their_class(tmp_path: Path) -> None:
+    """Two families may share a class, and a class may take a part of a configuration."""
+    parts = transformers.CONFIG_MAPPING["emu3"](text_config=FAMILIES["Llama"][1]).text_config
+    for name, kind, config in (
+        (
+            "shared",
+            LlamaForCausalLM,
+            transformers.CONFIG_MAPPING["internlm3"](**FAMILIES["Llama"][1]),
+        ),
+        ("part", transformers.Emu3ForCausalLM, parts),
+    ):
+        model = sr.convert(kind(config).eval(), "taylor:2")
+        model.save_pretrained(tmp_path / name)
+        expected = model(IDS).logits
+        for other in (
+            AutoModelForCausalLM.from_pretrained(tmp_path / name),
+            pickle.loads(pickle.dumps(model)),
+        ):
+            assert type(other) is type(model)
+            assert torch.equal(other(IDS).logits, expected)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Converted models as classes: configuration and model of any family, saved and loaded.
 
-A saved model has the model type ``softmax_rnn_converted``, so that transformers cannot read it as
-the family's own model, with plain softmax.
+A saved model has a model type of its own, so that transformers cannot read it as the family's own
+model, with plain softmax. The type says what to import.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ from softmax_rnn.models.generation import OwnCacheGeneration
 from softmax_rnn.models.initialization import reset_unloaded
 from softmax_rnn.ops.dispatch import FORMS, forms
 
+# The model type in a file. transformers prints it first, if it does not know it or if another class
+# is asked to read the file.
+SAVED_TYPE = "import softmax_rnn.models to load this converted model"
+_TYPES = (CONVERTED, SAVED_TYPE)
 # Any other class of configuration reads the keys of id2label as numbers, and fails with this text.
+_GUARD = "import softmax_rnn.models and use an Auto class to load this converted model"
 _OF = "__"  # between the names of a class of models and of a family that shares it
-_GUARD = "a converted attention: import softmax_rnn.models and use an Auto class"
 
 # The Auto classes that load converted models, each with its table of families.
 _AUTO = {
@@ -67,7 +71,7 @@ class ConvertedConfig(PreTrainedConfig):
         """
         found = config_dict.get("softmax_rnn")
         source = found.get("source") if isinstance(found, dict) else None
-        if not isinstance(source, str) or source not in CONFIG_MAPPING or source == CONVERTED:
+        if not isinstance(source, str) or source not in CONFIG_MAPPING or source in _TYPES:
             raise ValueError(
                 f"softmax_rnn.source of a converted model must be a model type of transformers, "
                 f"not {shown(source)}."
@@ -80,6 +84,12 @@ class ConvertedConfig(PreTrainedConfig):
         return converted_config(family).from_dict(config_dict, **kwargs)
 
 
+class _SavedConfig(ConvertedConfig):
+    """The same, under the model type of files; earlier versions wrote ``softmax_rnn_converted``."""
+
+    model_type = SAVED_TYPE
+
+
 class _OfFamily:
     """What the configurations of all families share."""
 
@@ -90,7 +100,7 @@ class _OfFamily:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        fields = dict(config_dict)
+        fields = {**config_dict, "model_type": CONVERTED}
         labels = {key: x for key, x in (fields.get("id2label") or {}).items() if key != _GUARD}
         if "id2label" in fields:
             fields["id2label"] = labels or None
@@ -100,7 +110,7 @@ class _OfFamily:
         """What a file contains."""
         fields: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
         labels = {str(key): x for key, x in (fields.get("id2label") or {}).items()}
-        return {**fields, "id2label": {**labels, _GUARD: ""}}
+        return {**fields, "model_type": SAVED_TYPE, "id2label": {**labels, _GUARD: ""}}
 
     @property
     def converted_layers(self) -> list[ConvertedAttention]:
@@ -246,7 +256,7 @@ def register(family: Any, model: Any = None) -> None:
     """
     for name, table in _AUTO.items():
         families, names = getattr(transformers, table), getattr(modeling_auto, f"{table}_NAMES")
-        found = families[family] if family in families else None
+        found = families.get(family, None)
         if found is None and model is not None and model.__name__ in names.values():
             found = model
         if found is not None:
@@ -255,4 +265,5 @@ def register(family: Any, model: Any = None) -> None:
             getattr(transformers, name).register(*converted, exist_ok=True)
 
 
-AutoConfig.register(CONVERTED, ConvertedConfig)
+for _registered in (ConvertedConfig, _SavedConfig):
+    AutoConfig.register(_registered.model_type, _registered)

@@ -71,6 +71,6 @@ def mask_of_family(
 
 
 def full_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """transformers' boolean mask [B, 1, T, S], even where none is needed."""
+    """The boolean mask of transformers [B, 1, T, S], even where none is needed."""
     kept = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return sdpa_mask(*args, **{**kwargs, **kept})
