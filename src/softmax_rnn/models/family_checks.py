@@ -247,6 +247,8 @@ def check_outputs(model: PreTrainedModel, calls: Sequence[Call], records: Sequen
         with attached(model, layers), _named(f"{name} does not run with another attention"):
             found = [outputs(mask) for mask in (None, shown)]
     tolerance = 0.1 if model.dtype.itemsize == 2 else 1e-3
+    if not expected[1].isfinite().all():  # as with padding in float64, whose softmax is in float32
+        del expected[1], found[1]
     for x, y in zip(found, expected, strict=True):
         error = float((x - y).norm() / y.norm())
         if not error <= tolerance:
