@@ -94,6 +94,7 @@ class _OfFamily:
     """What the configurations of all families share."""
 
     softmax_rnn: Any
+    num_hidden_layers: int
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**{**kwargs, "attn_implementation": CONVERTED})  # type: ignore[misc]

@@ -261,7 +261,8 @@ def check_outputs(model: PreTrainedModel, calls: Sequence[Call], records: Sequen
 
 def check_return(model: PreTrainedModel, layers: Sequence[dict[str, Any]]) -> None:
     """Raise ``ValueError`` unless the converted model could be saved, loaded and generate."""
-    family, kind = type(model.config), type(model)
+    family: Any = type(model.config)
+    kind = type(model)
     config = copy.deepcopy(model.config)
     config.softmax_rnn = {"source": config.model_type, "layers": layers}
     config.architectures = [converted_model(kind, family).__name__]
