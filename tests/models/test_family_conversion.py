@@ -114,23 +114,34 @@ def test_dropout_and_weights_are_refused_when_used() -> None:
         converted("Llama", "norm")(IDS, output_attentions=True)
 
 
-def test_a_difference_beyond_the_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer's attention agrees, but from token 20 on the model does not."""
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_difference_beyond_short_texts_is_found(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The functions agree, but from token 20 on the modules do not."""
+    from transformers.models.llama.modeling_llama import LlamaAttention
 
-    forward = LlamaDecoderLayer.forward
+    forward = LlamaAttention.forward
 
-    def compressed(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = forward(self, hidden_states, *args, **kwargs)
-        if self.self_attn.config._attn_implementation == "eager":
-            out[:, 20:] *= 1.1
-        return out
+    def compressed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out, weights = forward(self, *args, **kwargs)
+        if self.config._attn_implementation == "eager":
+            out[:, 20:] *= 1.2
+        return out, weights
 
-    monkeypatch.setattr(LlamaDecoderLayer, "forward", compressed)
-    model = source("Llama", compress_rate=20)  # what the length is taken from
+    monkeypatch.setattr(LlamaAttention, "forward", compressed)
+    model = source("Llama", compress_rate=20).to(dtype)  # what the length is taken from
     with pytest.raises(ValueError, match=r"differs from its source by 0\.\d+ .* on 36 tokens"):
         sr.convert(model, "norm")
     assert type(model) is LlamaForCausalLM
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["Mixtral", "Lfm2", "GptOss"])
+def test_rounding_is_no_difference(family: str, dtype: torch.dtype) -> None:
+    """Of large scores, and of what chooses experts."""
+    model = sr.convert(source(family).to(dtype), "softmax")
+    assert model(IDS).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(
