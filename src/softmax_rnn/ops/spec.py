@@ -316,6 +316,11 @@ class AttentionSpec:
         return signed or self.feature_map in ("identity", "cosine") or self.score_scale(1) < 0
 
     @property
+    def sums_can_cancel(self) -> bool:
+        """Whether a row sum that is read from a state may be a small difference of large terms."""
+        return self.row_sum is not None and (self.terms_can_cancel or not self.sign_definite)
+
+    @property
     def bounded(self) -> bool:
         """Whether the outputs are bounded: by the values, or by a norm and its weight."""
         return self.norm != "none" or (self.row_sum is not None and self.sign_definite)

@@ -23,7 +23,6 @@ class Plan(NamedTuple):
     order: int
     coefficients: Sequence[float] | None  # of a polynomial, the same for all heads
     decay: Decay
-    noisy: bool  # whether the last channel is a sum of weights whose terms can cancel
     causal: bool
     chunk: int
     keep_state: bool

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -27,9 +27,6 @@ from softmax_rnn.ops.series import PowerSeries
 # time. On a CPU, a compiled step takes 0.5 to 1.9 times as long as an eager one.
 COMPILED = {"cuda"} if importlib.util.find_spec("triton") else set()
 BACKEND = "inductor"
-
-# The rounding errors of many products add up to a few units in the last place.
-ROUNDING = 4.0
 
 
 class Queries(NamedTuple):
@@ -63,18 +60,16 @@ def forward(
     keys: Keys | None,
     state: Tensor | None,
     new_state: Tensor | None,
-    noisy: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The sums of queries over a state and over the keys of their own chunk, and the noise.
+) -> Tensor | None:
+    """The sums of queries over a state and over the keys of their own chunk.
 
-    If ``new_state`` is given, the state after the keys is written to it. ``noisy`` is whether the
-    last channel is a sum of weights whose terms can cancel; the noise is its rounding error.
+    If ``new_state`` is given, the state after the keys is written to it.
     """
     fade, series = _factors(tables, queries, keys)
     reads = [] if queries is None or state is None else [times(queries.q, fade.queries)]
     adds = [] if keys is None or new_state is None else [times(keys.k, fade.keys)]
     features = _features(tables, reads + adds)[1] if reads or adds else ()
-    sums = noise = None
+    sums = None
     if queries is not None and keys is not None:
         weights = series(_scores(tables, fade, keys.k, queries.q))
         sums = keys.v @ _hide_future(tables, fade, weights)
@@ -84,11 +79,6 @@ def forward(
             sums = _plus(sums, state, tables.weights.unsqueeze(-1) * read, fade.sums)
         else:
             sums = _plus(sums, tables.weights * state, read, fade.sums)
-        if noisy:
-            noise = times(_noise_bound(tables, series, reads[0], state), fade.sums)
-            if tables.gathers is None:  # a compiled step cannot branch on values
-                row = tables.weights * state[:, -1:]
-                noise = _tighter_noise(noise, sums[:, -1:], row, read, fade.sums)
     if keys is not None and new_state is not None:
         added = times(keys.v, fade.values), features[-1].mT
         if state is None:
@@ -97,7 +87,7 @@ def forward(
             torch.baddbmm(state, *added, out=new_state)
         else:
             torch.mul(state, fade.state, out=new_state).baddbmm_(*added)
-    return sums, noise
+    return sums
 
 
 class Grads(NamedTuple):
@@ -211,46 +201,6 @@ def _power_sums(queries: Queries, scores: Tensor, dweights: Tensor) -> Tensor:
         dweights = dweights.mul_(scores) if n else dweights
         sums.append(dweights.sum(1).unflatten(1, (groups, -1)).sum(-1))
     return torch.stack(sums, dim=-1)
-
-
-def _noise_bound(tables: Tables, series: PowerSeries, q: Tensor, state: Tensor) -> Tensor:
-    """The rounding error of a weight sum read from a state: [N, 1, G * L], a number per query.
-
-    Products of monomials can cancel, so that the sum of ``w(q . k)`` is small. The rounding error
-    is proportional to the size of these products. For each power, this size is at most ``|q|^n``
-    times the norm of the state's monomials of that degree (Cauchy-Schwarz), for keys and queries of
-    any length.
-    """
-    # Squares of high powers overflow float32, but MPS devices have no float64.
-    wide = q.dtype if q.device.type == "mps" else torch.float64
-    squares = state[:, -1:].to(wide).square() * tables.weights.abs()
-    norms = [part.sum(2, keepdim=True).sqrt() for part in squares.split(tables.sizes, dim=2)]
-    length = q.to(wide).square().sum(1, keepdim=True).sqrt()
-    roots: Sequence[float | Tensor] = tables.roots
-    if series is not tables.series:  # learned: not a part of the weights
-        roots = [torch.as_tensor(a).abs() for a in series.coefficients or ()]
-    noise = torch.zeros_like(length)
-    for norm, root in zip(reversed(norms), reversed(roots), strict=True):
-        noise = torch.addcmul(norm * root, noise, length)
-    if tables.first:
-        noise = noise * length**tables.first
-    return (ROUNDING * torch.finfo(q.dtype).eps * noise).to(q.dtype)
-
-
-def _tighter_noise(
-    noise: Tensor, weight_sum: Tensor, row: Tensor, features: Tensor, factor: Tensor | None
-) -> Tensor:
-    """The noise [N, 1, L]; computed from the products themselves if a sum is below its bound.
-
-    ``row`` [N, 1, rows] is the weighted state of the weight sum, ``features`` the queries'
-    monomials, and ``factor`` that of their product.
-    """
-    if not (weight_sum.abs() < noise).any():
-        return noise
-    wide = noise.dtype if noise.device.type == "mps" else torch.float64
-    products = row.to(wide).square() @ features.to(wide).square()
-    exact = ROUNDING * torch.finfo(noise.dtype).eps * products.sqrt()
-    return noise.minimum(times(exact.to(noise.dtype), factor))
 
 
 def _features(tables: Tables, columns: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:

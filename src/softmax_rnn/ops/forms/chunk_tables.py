@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -24,15 +23,13 @@ from softmax_rnn.ops.spec import AttentionSpec
 class Tables(NamedTuple):
     """Constants that all chunks of a call share.
 
-    With learned coefficients, series, roots and weights are those of coefficients of one.
+    With learned coefficients, series and weights are those of coefficients of one.
     """
 
     series: PowerSeries
     channels: bool  # whether channels of scores decay, rather than weights
     first: int  # the lowest power
     degree: int  # the highest
-    sizes: tuple[int, ...]  # number of monomials of each power
-    roots: tuple[float, ...]  # the square root of each power's coefficient, or of its size
     unused: int  # rows of lower degrees, which `power` builds but does not keep in the state
     weights: Tensor
     powers: Tensor  # the power of each row of the state, counted from the lowest
@@ -52,7 +49,6 @@ def make_tables(
 ) -> Tables:
     """The tables of a spec, for a key width and a chunk length."""
     series, (first, degree) = PowerSeries.known_part(spec), degrees(spec)
-    coefficients = [float(a) for a in series.coefficients or ()]
     sizes = [dimension(width, n) for n in range(first, degree + 1)]
     with torch.inference_mode(False):
         weights = row_weights(spec, width, dtype, device)
@@ -61,8 +57,6 @@ def make_tables(
             spec.decay == "channel",
             first,
             degree,
-            tuple(sizes),
-            tuple(math.sqrt(abs(a)) for a in coefficients[first:]),
             cumulative_dimension(width, degree) - len(weights),
             weights,
             torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device),

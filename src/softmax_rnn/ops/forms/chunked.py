@@ -24,6 +24,7 @@ from softmax_rnn.ops.forms.chunk_plan import Loops, Plan, plain_spec
 from softmax_rnn.ops.forms.columns import Columns, from_columns, to_columns, with_own_terms
 from softmax_rnn.ops.forms.fading import decay_grad
 from softmax_rnn.ops.forms.first_order import first_order
+from softmax_rnn.ops.forms.magnitudes import read_noise
 from softmax_rnn.ops.forms.one_token import one_token
 from softmax_rnn.ops.forms.row_sums import RowSums, no_data, without_autocast
 from softmax_rnn.ops.forms.torch_chunks import by_heads
@@ -42,6 +43,7 @@ def chunked(
     log_decay: Tensor | None = None,
     coefficients: Tensor | None = None,
     state: Tensor | None = None,
+    magnitudes: Tensor | None = None,
     keep_state: bool = False,
     chunk: int | None = None,
     engine: Loops | None = None,
@@ -49,8 +51,8 @@ def chunked(
     """As :func:`softmax_rnn.ops.forms.dense.dense`, with the earlier keys summed in ``state``.
 
     The mask is per key, broadcastable to [B, Hkv, 1, S]. The state holds sums over earlier keys:
-    [B, Hkv, E + 1, rows], or E without a row sum. ``keep_state`` requests the state after the last
-    key. ``chunk`` is the number of tokens per chunk, by default the fastest; 1 is the plain
+    [B, Hkv, E + 1, rows], or E without a row sum; ``magnitudes`` are what was added to them.
+    ``keep_state`` requests the state after the last key. ``chunk`` is the number of tokens per chunk, by default the fastest; 1 is the plain
     recurrence. ``engine`` is what computes the chunks: by default C++ or Triton where they suit.
     """
     single = causal and q.shape[2] == k.shape[2] == 1
@@ -65,23 +67,25 @@ def chunked(
     differentiable = torch.is_grad_enabled() and any(
         x.requires_grad for x in inputs if x is not None
     )
-    # Without a sure sign, the weight sum of a state is compared with its noise.
-    noisy = spec.row_sum is not None and (spec.terms_can_cancel or not spec.sign_definite)
     weights = spec.series, degrees(spec)[1], spec.coefficients, spec.decay
-    if single and inputs[3] is not None and not (differentiable or no_data(q)):
-        sums, last_state, noise = one_token(Columns(*inputs), plain_spec(*weights), noisy)
-        return from_columns(sums, spec, k, last_state if keep_state else None, noise)
-    chunk = chunk or chunk_length(sizes_of(spec, q, k, v, causal))
-    plan = Plan(
-        *(*weights, noisy, causal, chunk, keep_state, differentiable, loops, scale, products)
-    )
-    # The operator is used only where it is needed: its overhead is large for a single token.
-    compute = _sums if differentiable or no_data(q) else _compute_sums
-    sums, last_state, noise, _ = compute(*inputs, *plan)
-    if spec.decay == "channel":  # beside its products this costs little, but not beside a token's
-        sums = with_own_terms(sums, plan.spec, Columns(*inputs))
-    last = last_state if keep_state else None
-    return from_columns(sums, spec, k, last, noise if noisy else None)
+    at_once = single and inputs[3] is not None and not (differentiable or no_data(q))
+    if at_once:
+        sums, last_state = one_token(Columns(*inputs), plain_spec(*weights))
+    else:
+        chunk = chunk or chunk_length(sizes_of(spec, q, k, v, causal))
+        plan = Plan(*weights, causal, chunk, keep_state, differentiable, loops, scale, products)
+        # The operator is used only where it is needed: its overhead is large for a single token.
+        compute = _sums if differentiable or no_data(q) else _compute_sums
+        sums, last_state, _ = compute(*inputs, *plan)
+        if spec.decay == "channel":  # beside its products this costs little
+            sums = with_own_terms(sums, plan.spec, Columns(*inputs))
+    noise = after = None
+    if spec.sums_can_cancel:
+        before = None if magnitudes is None else magnitudes.flatten(0, 1)
+        blocks = causal and not at_once, chunk or 1
+        noise, after = read_noise(given, before, plain_spec(*weights), *blocks, scale / factor)
+    kept = {"state": last_state, "magnitudes": after} if keep_state else {}
+    return from_columns(sums, spec, k, noise, **kept)
 
 
 def _loops(
@@ -96,16 +100,16 @@ def _loops(
 
 _INPUTS = "(Tensor q, Tensor k, Tensor v, Tensor? state, Tensor? log_decay, Tensor? learned, "
 _PLAN = (
-    "str series, int order, float[]? coefficients, str decay, bool noisy, bool causal, "
-    "SymInt chunk, bool keep_state, bool differentiable, str loops, float scale, str products)"
+    "str series, int order, float[]? coefficients, str decay, bool causal, SymInt chunk, "
+    "bool keep_state, bool differentiable, str loops, float scale, str products)"
 )
 _TAGS = (torch.Tag.cudagraph_unsafe,)  # the first call compiles steps and builds tables
 _COUNT = len(Columns._fields)
 
 
 @torch.no_grad()
-def _compute_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sums, the state after the last key, the noise, and the states for the backward pass.
+def _compute_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The sums, the state after the last key, and the states for the backward pass.
 
     The arguments are those of :class:`Columns` and :class:`Plan`. An operator cannot return
     ``None``, so unneeded outputs are empty tensors.
@@ -119,12 +123,12 @@ def _compute_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         triton_chunks.sums(inputs, plan.triton(), *outputs)
         return outputs
     for heads, chunks in by_heads(plan, inputs):
-        out, last_state, noise = (x[heads] for x in outputs[:3])
-        chunks.sums(out, last_state, noise, list(outputs[3][:, heads]))
+        out, last_state = (x[heads] for x in outputs[:2])
+        chunks.sums(out, last_state, list(outputs[2][:, heads]))
     return outputs
 
 
-def _empty_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _empty_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs, plan = Columns(*arguments[:_COUNT]), Plan(*arguments[_COUNT:])
     q, k, v, *_ = inputs
     (heads, channels), (groups, length) = v.shape[:2], q.shape[2:]
@@ -138,7 +142,6 @@ def _empty_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
         q.new_empty_strided((heads, channels, groups, length), strides),
         q.new_empty(shape if plan.keep_state else 0),
-        q.new_empty((len(q), *q.shape[2:]) if plan.noisy else 0),
         q.new_empty(kept),
     )
 
@@ -147,7 +150,7 @@ _sums = library.custom_op(
     "softmax_rnn::chunked_sums",
     _compute_sums,
     mutates_args=(),
-    schema=f"{_INPUTS}{_PLAN} -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"{_INPUTS}{_PLAN} -> (Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
 _sums.register_fake(_empty_sums)
@@ -200,10 +203,10 @@ def _empty_grads(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     given, ctx.plan = inputs[:_COUNT], inputs[_COUNT:]
-    sums, last_state, noise, kept = output
+    sums, last_state, kept = output
     results = (None, None) if Columns(*given).log_decay is None else (sums, last_state)
     ctx.save_for_backward(*given, kept, *results)
-    ctx.mark_non_differentiable(noise, kept)
+    ctx.mark_non_differentiable(kept)
     ctx.set_materialize_grads(False)
 
 

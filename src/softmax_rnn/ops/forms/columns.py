@@ -105,13 +105,16 @@ def with_own_terms(sums: Tensor, spec: AttentionSpec, inputs: Columns) -> Tensor
 
 
 def from_columns(
-    sums: Tensor, spec: AttentionSpec, k: Tensor, state: Tensor | None, noise: Tensor | None
+    sums: Tensor, spec: AttentionSpec, k: Tensor, noise: Tensor | None, **after: Tensor | None
 ) -> RowSums:
-    """Sums [N, C, G, T], state [N, C, rows] and noise [N, G, T] as :class:`RowSums`."""
+    """Sums [N, C, G, T], noise [N, G, T], and what is kept ``after`` the keys as :class:`RowSums`.
+
+    ``after`` are the state [N, C, rows] and its magnitudes [N, P, D].
+    """
     sums = sums.unflatten(0, k.shape[:2]).movedim(2, -1).flatten(1, 2)
-    state = None if state is None else state.unflatten(0, k.shape[:2])
+    kept = {name: x if x is None else x.unflatten(0, k.shape[:2]) for name, x in after.items()}
     if spec.row_sum is None:
-        return RowSums(sums, state=state)
+        return RowSums(sums, **kept)
     noise = None if noise is None else noise.unflatten(0, k.shape[:2]).flatten(1, 2)
     numerator, weight_sum = sums.split([sums.shape[-1] - 1, 1], dim=-1)
-    return RowSums(numerator, weight_sum.squeeze(-1), state=state, noise=noise)
+    return RowSums(numerator, weight_sum.squeeze(-1), noise=noise, **kept)

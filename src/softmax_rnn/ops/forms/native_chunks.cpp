@@ -11,14 +11,12 @@ namespace {
 
 template <class T> struct Call {
   const T *q, *k, *v, *state, *dsums, *weights;
-  const double *log_decay, *coefficients, *roots;
-  const int64_t *parents, *factors, *sizes;
-  T *sums, *noise, *last, *kept, *dq, *dk, *dv, *dstate;
+  const double *log_decay, *coefficients;
+  const int64_t *parents, *factors;
+  T *sums, *last, *kept, *dq, *dk, *dv, *dstate;
   int64_t heads, groups, queries, keys, width, channels;
-  int64_t monomials, rows, first, terms, chunk, causal, ends, threads;
+  int64_t monomials, rows, terms, chunk, causal, ends, threads;
 };
-
-constexpr double ROUNDING = 4;  // as in chunk_step.py
 
 // The monomials of tokens, or the tokens themselves where these are the monomials.
 template <class T> struct Features {
@@ -34,7 +32,7 @@ template <class T> class Head {
   const bool linear;     // the monomials are the channels of the tokens
   Buffer<T> features, dfeatures, scores, dweights, weighted, rows, dstate_read, fading;
   Buffer<T> coefficients, read, added, current;
-  Buffer<double> total, norms;
+  Buffer<double> total;
   T kept_part = 1;  // of the state before a chunk
   bool empty = true;
   int64_t n = 0;
@@ -49,7 +47,7 @@ template <class T> class Head {
         weighted(buffer<T>(c.channels * c.rows)), rows(buffer<T>(c.chunk * c.channels)),
         dstate_read(buffer<T>(backward ? c.channels * c.rows : 0)), fading(buffer<T>(stride)),
         coefficients(buffer<T>(c.terms)), read(buffer<T>(stride)), added(buffer<T>(stride)),
-        current(buffer<T>(backward ? 0 : c.channels * c.rows)), total(buffer<double>(stride)), norms(buffer<double>(c.terms + 1)) {
+        current(buffer<T>(backward ? 0 : c.channels * c.rows)), total(buffer<double>(stride)) {
     for (int64_t n = 0; n < c.terms; n++) coefficients[n] = T(c.coefficients[n]);
   }
 
@@ -71,7 +69,6 @@ template <class T> class Head {
   void add_keys(int64_t start, int64_t count, T* state);
   void weigh_state(const T* state);
   void read_state(int64_t g, int64_t t, int64_t count, const T* state);
-  void bound_noise(int64_t g, int64_t t, int64_t count);
   void own_keys(int64_t g, int64_t t, int64_t count);
   void own_gradients(int64_t g, int64_t t, int64_t count);
   void read_gradients(int64_t g, int64_t t, int64_t count, T beta);
@@ -153,14 +150,6 @@ template <class T> void Head<T>::weigh_state(const T* state) {
   for (int64_t e = 0; e < c.channels; e++)
     for (int64_t r = 0; r < c.rows; r++)
       weighted[e * c.rows + r] = c.weights[r] * state[e * c.rows + r];
-  if (!c.noise) return;
-  const T* row = state + (c.channels - 1) * c.rows;
-  for (int64_t power = c.first, r = 0; power < c.terms; power++) {
-    double squares = 0;
-    for (const int64_t end = r + c.sizes[power - c.first]; r < end; r++)
-      squares += double(row[r]) * row[r] * std::abs(double(c.weights[r]));
-    norms[power] = std::sqrt(squares) * c.roots[power - c.first];
-  }
 }
 
 // The sums of queries over the weighted state, if there is one.
@@ -176,33 +165,6 @@ template <class T> void Head<T>::read_state(int64_t g, int64_t t, int64_t count,
   if (c.causal && c.log_decay)
     for (int64_t i = 0; i < count; i++)
       for (int64_t e = 0; e < c.channels; e++) out[i * c.channels + e] *= read[i];
-}
-
-// The rounding errors of weight sums read from a state, of queries whose monomials are there: a
-// bound, as in chunk_step.py, and where it exceeds the sum the error of the products themselves.
-template <class T> void Head<T>::bound_noise(int64_t g, int64_t t, int64_t count) {
-  const T *q = c.q + query(g, t) * c.width, *out = c.sums + query(g, t) * c.channels;
-  const T* row = weighted.get() + (c.channels - 1) * c.rows;
-  const T* f = features.get() + (c.monomials - c.rows) * stride;
-  for (int64_t i = 0; i < count; i++, q += c.width, out += c.channels) {
-    double square = 0, bound = 0;
-    for (int64_t d = 0; d < c.width; d++) square += double(q[d]) * q[d];
-    const double length = std::sqrt(square);
-    for (int64_t power = c.terms - 1; power >= c.first; power--)
-      bound = bound * length + norms[power];
-    bound *= std::pow(length, double(c.first));
-    const double unit = ROUNDING * std::numeric_limits<T>::epsilon() *
-                        (c.causal && c.log_decay ? double(read[i]) : 1.0);
-    if (std::abs(double(out[c.channels - 1])) < unit * bound) {
-      double squares = 0;
-      for (int64_t r = 0; r < c.rows; r++) {
-        const double part = double(row[r]) * (linear ? q[r] : f[r * stride + i]);
-        squares += part * part;
-      }
-      bound = std::min(bound, std::sqrt(squares));
-    }
-    c.noise[query(g, t) + i] = T(unit * bound);
-  }
 }
 
 // exp(G_t - G_s) for query i of a chunk and its keys up to i.
@@ -256,8 +218,6 @@ template <class T> void Head<T>::forward(int64_t head) {
     for (int64_t g = 0; g < c.groups; g++) {
       read_state(g, t, count, empty ? nullptr : state);
       if (c.causal) own_keys(g, t, count);
-      if (c.noise && empty) std::fill_n(c.noise + query(g, t), count, T(0));
-      if (c.noise && !empty) bound_noise(g, t, count);
     }
     if (c.causal && (!last || c.last)) {
       add_keys(past() + t, count, state);

@@ -50,14 +50,14 @@ def suits(spec: AttentionSpec, q: Tensor, k: Tensor) -> bool:
 
 
 def sums(
-    inputs: Columns, chunks: Chunks, out: Tensor, last: Tensor, noise: Tensor, kept: Tensor
+    inputs: Columns, chunks: Chunks, out: Tensor, last: Tensor, kept: Tensor
 ) -> None:
-    """Fill the sums, the state after all keys, the noise and the backward pass's states.
+    """Fill the sums, the state after all keys and the backward pass's states.
 
     The shapes are those of ``chunked``; those that are not needed are empty.
     """
-    outputs = {"sums": _tokens_first(out), "last": last, "noise": noise, "kept": kept}
-    _run("chunk_sums", inputs, chunks, {}, outputs, noise.numel() > 0)
+    outputs = {"sums": _tokens_first(out), "last": last, "kept": kept}
+    _run("chunk_sums", inputs, chunks, {}, outputs)
 
 
 def gradients(
@@ -69,7 +69,7 @@ def gradients(
     outputs = {name: _tokens_first(x) for name, x in zip(names, out[:3], strict=True)}
     shape = (*inputs.values.shape[:2], len(chunks.tables.weights))
     dstate = dsums.new_zeros(shape) if dlast is None else dlast.clone()
-    _run("chunk_gradients", inputs, chunks, given | {"dstate": dstate}, outputs, False, dlast)
+    _run("chunk_gradients", inputs, chunks, given | {"dstate": dstate}, outputs, dlast)
     if out.state is not None and out.state.numel():
         out.state.copy_(dstate)
 
@@ -79,18 +79,17 @@ class _Call(ctypes.Structure):
 
     Queries [N, G, T, D], keys [N, S, D], values [N, S, C], sums [N, G, T, C], states [N, C, rows].
     ``parents`` and ``factors`` are those of all ``monomials``, from which the state has the last
-    ``rows``. ``sizes`` and ``roots`` are those of each power from ``first`` on. ``dstate`` is the
+    ``rows``. ``dstate`` is the
     gradient of the state after all keys (``ends`` for one that is not 0), then of the first.
     """
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "state", "dsums", "weights")),
-        *((name, ctypes.c_void_p) for name in ("log_decay", "coefficients", "roots")),
-        *((name, ctypes.c_void_p) for name in ("parents", "factors", "sizes")),
-        *((name, ctypes.c_void_p) for name in ("sums", "noise", "last", "kept")),
+        *((name, ctypes.c_void_p) for name in ("log_decay", "coefficients", "parents", "factors")),
+        *((name, ctypes.c_void_p) for name in ("sums", "last", "kept")),
         *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "dstate")),
         *((name, ctypes.c_int64) for name in ("heads", "groups", "queries", "keys", "width")),
-        *((name, ctypes.c_int64) for name in ("channels", "monomials", "rows", "first", "terms")),
+        *((name, ctypes.c_int64) for name in ("channels", "monomials", "rows", "terms")),
         *((name, ctypes.c_int64) for name in ("chunk", "causal", "ends", "threads")),
     )
 
@@ -101,7 +100,6 @@ def _run(
     chunks: Chunks,
     given: dict[str, Tensor],
     outputs: dict[str, Tensor],
-    noisy: bool,
     dlast: Tensor | None = None,
 ) -> None:
     q, k, v, state, log_decay, _ = inputs
@@ -130,7 +128,6 @@ def _run(
         channels=v.shape[1],
         monomials=tables.unused + len(tables.weights),
         rows=len(tables.weights),
-        first=tables.first,
         terms=tables.degree + 1,
         chunk=chunks.length,
         causal=chunks.causal,
@@ -155,12 +152,5 @@ def _indices(width: int, degree: int) -> tuple[Tensor, Tensor]:
 
 def _constants(tables: Tables, width: int) -> dict[str, Tensor]:
     parents, factors = _indices(width, tables.degree)
-    numbers = {"coefficients": tables.series.coefficients, "roots": tables.roots}
-    found = {
-        name: torch.tensor(x, dtype=torch.float64, device="cpu") for name, x in numbers.items()
-    }
-    return found | {
-        "parents": parents,
-        "factors": factors,
-        "sizes": torch.tensor(tables.sizes, device="cpu"),
-    }
+    numbers = torch.tensor(tables.series.coefficients, dtype=torch.float64, device="cpu")
+    return {"coefficients": numbers, "parents": parents, "factors": factors}

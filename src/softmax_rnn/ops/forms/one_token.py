@@ -10,20 +10,14 @@ import torch
 from torch import Tensor
 
 from softmax_rnn.ops.decay import fade_
-from softmax_rnn.ops.forms.chunk_step import ROUNDING
 from softmax_rnn.ops.forms.chunk_tables import make_tables
 from softmax_rnn.ops.forms.columns import Columns
 from softmax_rnn.ops.monomials import monomials
 from softmax_rnn.ops.spec import AttentionSpec
 
 
-def one_token(
-    inputs: Columns, spec: AttentionSpec, noisy: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The sums [N, C, G, 1], the state after the token, and the noise [N, G, 1] if it is wanted.
-
-    ``noisy`` is whether the last channel is a sum of weights whose terms can cancel.
-    """
+def one_token(inputs: Columns, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """The sums [N, C, G, 1] and the state after the token."""
     q, k, values, state, log_decay, coefficients = inputs
     assert state is not None
     tables = make_tables(spec, k.shape[1], 1, q.dtype, q.device, False)
@@ -42,10 +36,4 @@ def one_token(
     read = features[..., :groups] * tables.weights.unsqueeze(-1)
     if coefficients is not None:
         read = read * coefficients.index_select(2, tables.powers).mT
-    sums, noise = torch.bmm(new_state, read), None
-    if noisy:
-        wide = torch.float32 if q.device.type == "mps" else torch.float64  # for squares of powers
-        products = (read * new_state[:, -1:].mT).to(wide)
-        noise = (ROUNDING * torch.finfo(q.dtype).eps * products.norm(dim=1)).to(q.dtype)
-        noise = noise.unsqueeze(-1)
-    return sums.unsqueeze(-1), new_state, noise
+    return torch.bmm(new_state, read).unsqueeze(-1), new_state

@@ -26,8 +26,9 @@ class RowSums(NamedTuple):
         log_scale: [B, H, T], or ``None`` for 0. It has no gradient: the gradients of
             numerator and weight sum are those of the true sums times ``exp(-log_scale)``.
         state: the state after the last key, if it was requested.
-        noise: [B, H, T], the rounding error of a weight sum that was computed from a state, where
-            monomials can cancel; ``None`` if every weight was computed.
+        noise: [B, H, T], the rounding error of a weight sum that was read from a state
+            (``magnitudes.py``); ``None`` if every weight was computed, or no term can cancel.
+        magnitudes: those of the state after the last key, if there is a noise.
         finite: one number, 0 if a sum is infinite or NaN; ``None`` if that is not known.
     """
 
@@ -36,6 +37,7 @@ class RowSums(NamedTuple):
     log_scale: Tensor | None = None
     state: Tensor | None = None
     noise: Tensor | None = None
+    magnitudes: Tensor | None = None
     finite: Tensor | None = None
 
 

@@ -35,7 +35,7 @@ class TorchChunks:
         self.compiled = q.device.type in chunk_step.COMPILED and several
         key = (plan.spec, q.shape[1], plan.chunk, q.dtype, q.device, self.compiled)
         self.tables = make_tables(*key)
-        self.cache_key = (*key, plan.noisy, plan.causal, *q.shape[:3], v.shape[1])
+        self.cache_key = (*key, plan.causal, *q.shape[:3], v.shape[1])
         self.state_shape = (*v.shape[:2], len(self.tables.weights))
         if self.compiled:  # always with a state, so that only one kind of step is compiled
             state = self.zero_state() if state is None else state.contiguous()
@@ -90,23 +90,21 @@ class TorchChunks:
         else:
             columns.copy_(chunk.view(*columns.shape[:-1], -1)[..., : columns.shape[-1]])
 
-    def sums(self, out: Tensor, last_state: Tensor, noise: Tensor, kept: list[Tensor]) -> None:
-        """Fill the sums, the state after all keys, the noise and the backward pass's states."""
+    def sums(self, out: Tensor, last_state: Tensor, kept: list[Tensor]) -> None:
+        """Fill the sums, the state after all keys and the backward pass's states."""
         state, plan = self.state, self.plan
         buffers = itertools.chain(kept, (self.new_state() for _ in itertools.count()))
         for i, earlier in enumerate(self.earlier_keys, 1):
             new_state = next(buffers) if i == len(self.earlier_keys) else self.new_state()
-            self.step(chunk_step.forward, None, earlier, state, new_state, False)
+            self.step(chunk_step.forward, None, earlier, state, new_state)
             state = new_state
         for i, (q, keys) in enumerate(zip(self.queries, self.own_keys, strict=True)):
             last, buffer = i + 1 == len(self.queries), None
             if keys is not None and (not last or plan.keep_state or self.compiled):
                 buffer = last_state if last and plan.keep_state else next(buffers)
             queries = chunk_step.Queries(q, self.coefficients)
-            sums, size = self.step(chunk_step.forward, queries, keys, state, buffer, plan.noisy)
+            sums = self.step(chunk_step.forward, queries, keys, state, buffer)
             self.write(sums, out, i)
-            if plan.noisy:
-                self.write(size, noise, i)
             state = state if buffer is None else buffer
         if plan.keep_state and state is not last_state:
             last_state.copy_(self.zero_state() if state is None else state)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from softmax_rnn.ops.compiler import constant_when_compiled
-from softmax_rnn.ops.forms.chunk_step import ROUNDING
 from softmax_rnn.ops.forms.columns import Columns
 from softmax_rnn.ops.forms.triton import products
 from softmax_rnn.ops.forms.triton_decays import Slots, decay_grad, fading, slots_of
@@ -95,10 +94,8 @@ def states_shape(inputs: Columns, chunks: Chunks) -> tuple[int, ...]:
     return len(q), _slots(chunks, q.shape[3], k.shape[2]).read, v.shape[1], rows
 
 
-def sums(
-    inputs: Columns, chunks: Chunks, out: Tensor, last: Tensor, noise: Tensor, kept: Tensor
-) -> None:
-    """Fill the sums, the state after all keys, the noise and the backward pass's states.
+def sums(inputs: Columns, chunks: Chunks, out: Tensor, last: Tensor, kept: Tensor) -> None:
+    """Fill the sums, the state after all keys and the backward pass's states.
 
     The shapes are those of ``chunked``, and ``states_shape``; what is not needed is empty.
     """
@@ -106,8 +103,6 @@ def sums(
         states = kept[heads] if kept.numel() else call.new_states(call.slots.read)
         call.states(states)
         call.sums(states, out[heads])
-        if noise.numel():
-            noise[heads] = call.noise(states)
         if chunks.keep_state:
             last[heads] = call.layout.to_library(states[:, -1])
 
@@ -176,24 +171,6 @@ class _Call:
     def new_states(self, slots: int) -> Tensor:
         """Uninitialised memory, [N, slots, C, rows]."""
         return self.k.new_empty(self.heads, slots, self.channels, len(self.layout.counts))
-
-    def noise(self, states: Tensor) -> Tensor:
-        """The rounding error of weight sums that are read from states, [N, G, T].
-
-        The bound of ``chunk_step``: sums of weights are not rounded to the type of products.
-        """
-        first = self.slots.skip
-        rows = states[:, first : first + self.slots.chunks, -1].double()
-        norms = (rows.square() @ self.layout.powers.double()).sqrt()  # of each slot and power
-        chunk = torch.arange(self.queries, device=self.k.device) // self.slots.length
-        length = self.q.double().square().sum(-1).sqrt()
-        noise = torch.zeros_like(length)
-        for power in range(norms.shape[2]):
-            size = norms[:, chunk, power].unsqueeze(1) * abs(self.layout.coefficients[power])
-            noise += size * length**power
-        if self.fading.queries is not None:
-            noise *= self.fading.queries.unsqueeze(1)
-        return ROUNDING * torch.finfo(self.k.dtype).eps * noise
 
     def received(self) -> tuple[Tensor, Tensor]:
         """Uninitialised memory for what :func:`decay_grad` needs of queries and of keys."""

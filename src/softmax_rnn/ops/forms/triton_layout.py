@@ -36,7 +36,6 @@ class Layout(NamedTuple):
         sources: for each row a row of the library's.
         places: for each row of the library's a row.
         multiplicities: of the library's rows.
-        powers: [rows, order + 1], the counts of the rows of each power.
         coefficients: of powers 0 to 2, with the scale.
     """
 
@@ -47,7 +46,6 @@ class Layout(NamedTuple):
     sources: Tensor
     places: Tensor
     multiplicities: Tensor
-    powers: Tensor
     coefficients: tuple[float, ...]
 
     def from_library(self, state: Tensor) -> Tensor:
@@ -102,6 +100,5 @@ def layout(
             sources=tensor(sources, torch.int64),
             places=tensor(places, torch.int64),
             multiplicities=tensor(multiplicities(width, order)[unused:]),
-            powers=tensor((powers[:, None] == np.arange(order + 1)) * count[:, None]),
             coefficients=tuple(coefficients),
         )

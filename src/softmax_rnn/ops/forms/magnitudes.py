@@ -1,0 +1,187 @@
+"""How exact a weight sum is that was read from a state: a bound from the keys that were added.
+
+Keys may cancel in a state, and products of monomials may cancel when a query reads it. What is left
+can be as small as the rounding errors, whose size follows what was added. So beside its sums a
+state has magnitudes, one number for each power n > 0 of the series and each channel d of the keys:
+
+    A[n, d] = sum_s |k_sd|^n
+
+They fade as the monomial ``k_d^n`` does. By Hoelder's inequality, the absolute values of a monomial
+of degree n add up to at most the product of ``A[n, d]^(1/n)`` over its factors. If the rounding
+errors of the monomials are independent, what a query q (times the scale) reads has an error of
+at most about
+
+    eps * sum_n |a_n| sqrt(n!) (sum_d q_d^2 A[n, d]^(2/n))^(n/2)
+
+Every form with a state takes its noise from here. The weights of single pairs have no such error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, library
+
+from softmax_rnn.ops.decay import fade_
+from softmax_rnn.ops.forms.chunk_plan import plain_spec
+from softmax_rnn.ops.forms.columns import Columns
+from softmax_rnn.ops.forms.row_sums import no_data
+from softmax_rnn.ops.monomials import degrees
+from softmax_rnn.ops.series import PowerSeries
+from softmax_rnn.ops.spec import AttentionSpec, Decay, Series
+
+# The rounding errors of many products add up to a few units in the last place.
+ROUNDING = 4.0
+
+
+def powers(spec: AttentionSpec) -> range:
+    """The powers of a series that have magnitudes; a sum of ones (power 0) needs none."""
+    first, last = degrees(spec)
+    return range(max(first, 1), last + 1)
+
+
+def fading(spec: AttentionSpec, total: Tensor) -> Tensor:
+    """How far magnitudes fade, [..., P or 1, 1 or D], by sums of log decays [..., 1 or D]."""
+    total = total.unsqueeze(-2).clone()
+    if spec.decay == "channel":
+        counts = powers(spec)
+        n = torch.arange(counts.start, counts.stop, device=total.device)
+        total = total * n.unsqueeze(-1)
+    return fade_(total)
+
+
+def read_noise(
+    inputs: Columns,
+    before: Tensor | None,
+    spec: AttentionSpec,
+    causal: bool,
+    chunk: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The noise [N, G, T] of what queries read, and the magnitudes [N, P, D] after the last key.
+
+    With ``causal`` each chunk of queries reads the state before the chunk, else that after all
+    keys. ``before`` are the magnitudes before the first key. Queries are still to be multiplied by
+    ``scale``. Both results have no gradient.
+    """
+    given = (inputs.queries, inputs.keys, inputs.log_decay, inputs.coefficients, before)
+    detached = (x if x is None else x.detach() for x in given)
+    weights = spec.series, degrees(spec)[1], spec.coefficients, spec.decay
+    compute = _read if no_data(inputs.queries) else _compute
+    found: tuple[Tensor, Tensor] = compute(*detached, *weights, causal, chunk, scale)
+    return found
+
+
+@torch.no_grad()
+def _compute(
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor | None,
+    learned: Tensor | None,
+    before: Tensor | None,
+    series: Series,
+    order: int,
+    coefficients: Sequence[float] | None,
+    decay: Decay,
+    causal: bool,
+    chunk: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    fixed = None if coefficients is None else tuple(coefficients)
+    spec, length = plain_spec(series, order, fixed, decay), q.shape[3]
+    past = k.shape[2] - length if causal else k.shape[2]
+    old, new = (
+        (k[..., part], None if log_decay is None else log_decay[..., part])
+        for part in (slice(past), slice(past, None))
+    )
+    at = _running(spec, *old, before, max(past, 1))[:, -1:]
+    queries, faded = q.to(at.dtype), None
+    if causal:
+        at = _running(spec, *new, at[:, 0], chunk)
+        queries = _blocks(queries, chunk)
+        if new[1] is not None:  # [N, 1 or D, 1, blocks, L]
+            faded = fade_(_blocks(new[1], chunk).cumsum(3).to(at.dtype)).unsqueeze(2)
+            if decay == "channel":
+                queries, faded = queries * faded, None
+    else:
+        queries = queries.unsqueeze(3)
+    found = _error(spec, queries, at[:, : queries.shape[3]], learned, scale)
+    found = found if faded is None else found * faded.squeeze(1)
+    noise = ROUNDING * torch.finfo(q.dtype).eps * found.flatten(2)[..., :length]
+    return noise.to(q.dtype).contiguous(), at[:, -1].to(q.dtype, copy=True)
+
+
+# In a compiled graph: it depends on the number of blocks.
+_read = library.custom_op(
+    "softmax_rnn::read_noise",
+    _compute,
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor? log_decay, Tensor? learned, Tensor? before, str series, "
+    "int order, float[]? coefficients, str decay, bool causal, SymInt chunk, float scale) "
+    "-> (Tensor, Tensor)",
+)
+
+
+@_read.register_fake
+def _empty(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    series, order, coefficients, decay = others[3:7]
+    fixed = None if coefficients is None else tuple(coefficients)
+    count = len(powers(plain_spec(series, order, fixed, decay)))
+    return q.new_empty(len(q), *q.shape[2:]), q.new_empty(len(k), count, k.shape[1])
+
+
+def _blocks(x: Tensor, length: int) -> Tensor:
+    """[..., S] as [..., blocks, length], with zeros at the end."""
+    count = -(-x.shape[-1] // length)
+    return F.pad(x, (0, count * length - x.shape[-1])).unflatten(-1, (count, length))
+
+
+def _running(
+    spec: AttentionSpec, k: Tensor, log_decay: Tensor | None, before: Tensor | None, length: int
+) -> Tensor:
+    """The magnitudes before each block of keys and after the last one, [N, blocks + 1, P, D]."""
+    wide = torch.float32 if k.device.type == "mps" else torch.float64
+    first = k.new_zeros(len(k), len(powers(spec)), k.shape[1]) if before is None else before
+    found, counts = first.to(wide).unsqueeze(1), powers(spec)
+    if not k.shape[2] or not counts:
+        return found.expand(-1, 1 + -(-k.shape[2] // length), -1, -1)
+    each, left = _blocks(k, length).abs(), None
+    if log_decay is not None:
+        total = _blocks(log_decay, length).cumsum(3)
+        left = fade_((total[..., -1:] - total).to(each.dtype))
+        if spec.decay == "channel":
+            each, left = each * left, None
+    terms = (each**n if left is None else each**n * left for n in counts)
+    added = torch.stack([x.sum(3, dtype=wide) for x in terms], dim=2)  # [N, D, P, blocks]
+    found = torch.cat([found, added.permute(0, 3, 2, 1)], dim=1)
+    if log_decay is None:
+        return found.cumsum(1)
+    ends, distance = F.pad(total[..., -1], (1, 0)).cumsum(2).mT.to(wide), 1
+    while distance < found.shape[1]:  # twice as many blocks are added up in every round
+        factor = fading(spec, ends[:, distance:] - ends[:, :-distance])
+        later = found[:, distance:] + factor * found[:, :-distance]
+        found, distance = torch.cat([found[:, :distance], later], dim=1), 2 * distance
+    return found
+
+
+def _error(
+    spec: AttentionSpec, q: Tensor, at: Tensor, learned: Tensor | None, scale: float
+) -> Tensor:
+    """The errors of sums in units of the rounding error, [N, G, blocks, L].
+
+    Queries are [N, D, G, blocks, L], the magnitudes that each block reads [N, blocks, P, D].
+    """
+    known = PowerSeries.known_part(spec).coefficients
+    assert known is not None
+    found = q.new_zeros(len(q), *q.shape[2:])
+    squares = q.square().permute(0, 3, 2, 4, 1).flatten(2, 3)  # [N, blocks, G * L, D]
+    for i, n in enumerate(powers(spec)):
+        size = squares @ (at[:, :, i] ** (2 / n)).unsqueeze(3)
+        size = size.unflatten(2, (q.shape[2], -1)).squeeze(4).transpose(1, 2) ** (n / 2)
+        factor = abs(float(known[n]) * scale**n) * math.sqrt(math.factorial(n))
+        found += factor * (size if learned is None else size * learned[:, :, n, None, None].abs())
+    return found
