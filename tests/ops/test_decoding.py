@@ -87,7 +87,7 @@ def test_a_sum_that_cancels_takes_the_general_way(monkeypatch: pytest.MonkeyPatc
     total = state.sums[:, :, -1:] + k[:, :, 30:]
     across = torch.stack([total[..., 1], -total[..., 0]], dim=-1)  # so that the terms cancel
     arguments = across, k[:, :, 30:], v[:, :, 30:], spec
-    assert native_token.step(*arguments, state.sums, None) is None
+    assert native_token.step(*arguments, state, None) is None
     found = sr.attention(*arguments, state=state, return_state=True)
     expected = general(monkeypatch, *arguments, state=state, return_state=True)
     assert torch.equal(found[0], expected[0])
@@ -148,7 +148,7 @@ def test_the_operator() -> None:
     draw, spec = torch.Generator().manual_seed(0), sr.variant("taylor:2")
     q, k, v = (normal(draw, 2, heads, 1, 4) for heads in (4, 2, 2))
     _, state = sr.attention(q, k, v, spec, return_state=True)
-    arguments = q, k, v, state.sums, None, torch.tensor(1), *decoding.Weights.of(spec, 4)
+    arguments = q, k, v, [*state.tensors.values()], None, torch.tensor(1), *decoding.Weights.of(spec, 4)
     library.opcheck(torch.ops.softmax_rnn.token, arguments)
 
 

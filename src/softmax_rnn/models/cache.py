@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from softmax_rnn._utils.files import file_aside
 from softmax_rnn.ops.dispatch import FORMS, forms
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
+from softmax_rnn.ops.forms.magnitudes import powers
 from softmax_rnn.ops.forms.row_sums import compute_dtype
 from softmax_rnn.ops.layer_maps import key_widths
 from softmax_rnn.ops.layer_options import LayerOptions
@@ -93,6 +94,7 @@ class RecurrentCache(Cache):
                 for index, state in enumerate(json.loads((file.metadata() or {})["states"])):
                     spec = AttentionSpec.from_dict(state["spec"])
                     loaded = State.from_tensors(spec, state["tokens"], tensors[index])
+                    loaded.check_magnitudes()
                     cache.layer(index).state = loaded
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
@@ -200,8 +202,10 @@ def state_bytes(
 ) -> int:
     """Bytes of a layer's sums and of the keys that it keeps besides, for one row of a batch."""
     width, outside = key_widths(spec, options, head_dim)
-    sums = state_size(spec, outside or width, value_width)
-    size = kv_heads * sums * compute_dtype(dtype).itemsize
+    numbers = state_size(spec, outside or width, value_width)
+    if spec.sums_can_cancel:  # and the magnitudes, and the largest value
+        numbers += len(powers(spec)) * (outside or width) + 1
+    size = kv_heads * numbers * compute_dtype(dtype).itemsize
     decays = _decays(spec, width) or int(spec.decay == "head")
     kept = FEATURE_MAPS[spec.feature_map](torch.empty(1, dtype=dtype)).dtype.itemsize
     first = (width + value_width) * kept + decays * 8  # float64

@@ -24,6 +24,7 @@ from softmax_rnn.ops.forms.row_sums import RowSums
 from softmax_rnn.ops.operation import attention
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.speeds import SHIPPED, Engine, Speeds, Work
+from softmax_rnn.ops.state import largest_values
 from softmax_rnn.ops.variants import resolve
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -102,7 +103,7 @@ def _pass(run: Callable[[], RowSums], spec: AttentionSpec, data: Inputs, both: b
         check_sums(sums, spec, None, data, data[1], None)
         out = sums.numerator
         if sums.weight_sum is not None:
-            out = out / row_sum(sums, spec, data[2], None)[0].unsqueeze(-1)
+            out = out / row_sum(sums, spec, largest_values(data[2], None, None), None)[0].unsqueeze(-1)
         torch.autograd.grad(out, data, torch.ones_like(out))
 
 

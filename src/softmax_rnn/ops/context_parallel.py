@@ -15,6 +15,7 @@ from torch import Tensor, distributed
 from softmax_rnn._utils.errors import unknown
 from softmax_rnn.ops.decay import FLOOR, per_key_decay
 from softmax_rnn.ops.dispatch import FORMS
+from softmax_rnn.ops.forms.magnitudes import fading
 from softmax_rnn.ops.monomials import degrees, monomials, state_rows, state_size
 from softmax_rnn.ops.operation import attention
 from softmax_rnn.ops.spec import AttentionSpec
@@ -170,7 +171,19 @@ def _state_before(
     factor = None if decays is None else _faded(spec, decays.sum(2)).to(own.sums.dtype)
     rank = distributed.get_rank(group)
     visible = gathered(own.visible, group)[:rank].sum(0)
-    return State(spec, _Before.apply(own.sums, factor, group), visible, rank * own.tokens)
+    sums = _Before.apply(own.sums, factor, group)
+    magnitudes = largest = None
+    if own.magnitudes is not None and own.largest is not None:
+        faded = None
+        if decays is not None:
+            total = decays.detach().sum(2)
+            total = total if spec.decay == "channel" else total.unsqueeze(-1)
+            faded = fading(spec, total).to(own.magnitudes.dtype)
+        magnitudes = _scan(own.magnitudes, faded, group, 1)
+        earlier = gathered(own.largest, group)
+        earlier[rank:] = 0.0
+        largest = earlier.amax(0)
+    return State(spec, sums, visible, rank * own.tokens, magnitudes, largest)
 
 
 def _faded(spec: AttentionSpec, total: Tensor) -> Tensor:

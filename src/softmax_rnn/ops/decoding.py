@@ -48,10 +48,11 @@ def after_state(
         return None
     if not q.numel():
         return None
-    token = native_token.step(q, k, v, spec, state.sums, log_decay)
+    token = native_token.step(q, k, v, spec, state, log_decay)
     if token is None or not in_range(spec, token.largest_key, token.largest_value, 1, q.dtype):
         return None
-    return token.out, next_state(spec, state, token.sums, None, None, None, 1)
+    found = token.sums, token.magnitudes, token.largest
+    return token.out, next_state(spec, state, *found, None, None, None, 1)
 
 
 def _no_derivative(*given: Tensor | None) -> bool:

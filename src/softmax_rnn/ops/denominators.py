@@ -16,19 +16,30 @@ SUM_GUARD = 1e-6
 _MAX_SINK = {torch.float32: 87.0, torch.float64: 708.0}
 
 
+def guarded(sums: RowSums, spec: AttentionSpec) -> bool:
+    """Whether the row sum is compared with the values, as its terms may cancel."""
+    rule = spec.row_sum
+    assert rule is not None
+    if sums.weight_sum is None or rule.floor:
+        return False
+    return sums.noise is not None or not spec.sign_definite
+
+
 def row_sum(
-    sums: RowSums, spec: AttentionSpec, v: Tensor, sink: Tensor | None
+    sums: RowSums, spec: AttentionSpec, largest: Tensor | None, sink: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """The denominator ``D`` [B, H, T], and ``r <= 0`` or ``None`` for 0; ``sink`` is [H].
 
-    The quotient is ``numerator / D * exp(r)``. Only specs with a norm have an ``r``.
+    ``largest`` [B, Hkv] are the largest absolute values, if the row sum is :func:`guarded`. The
+    quotient is ``numerator / D * exp(r)``. Only specs with a norm have an ``r``. A row sum below its
+    rounding error is set to that error: it is noise, and so is its numerator.
     """
     rule, scale = spec.row_sum, sums.log_scale
     assert rule is not None
-    total, remaining = _without_noise(sums, spec), None
+    total, remaining = sums.weight_sum, None
+    assert total is not None
     if rule.detached:
         total = total.detach()
-    size = total.detach().abs()  # magnitude of the terms
     if not rule.plain:
         unit = torch.ones_like(total)
         if scale is not None:
@@ -38,41 +49,23 @@ def row_sum(
                 total, scale = total * remaining.exp(), scale - remaining
             unit = (-scale).exp()
         if rule.offset:  # unit may be infinite, and 0 * infinity is NaN
-            total, size = total + rule.offset * unit, size + rule.offset * unit
+            total = total + rule.offset * unit
         if sink is not None:
             height = sink.to(total.dtype).unsqueeze(-1)
             height = height if scale is None else height - scale
-            added = height.clamp(max=_MAX_SINK[total.dtype]).exp()
-            total, size = total + added, size + added.detach()
+            total = total + height.clamp(max=_MAX_SINK[total.dtype]).exp()
         if rule.floor:
             total = total.maximum(rule.floor * unit)
-    if not (spec.sign_definite or rule.floor):
-        if sums.noise is None and v.numel():
-            largest = v.detach().abs().amax((2, 3)).to(total.dtype)  # largest value per head
-            largest = largest.repeat_interleave(total.shape[1] // v.shape[1], dim=1).unsqueeze(-1)
-            minimum = SUM_GUARD * sums.numerator.detach().abs().amax(-1) / largest
-            minimum = minimum if remaining is None else minimum * remaining.exp()
-        else:  # the values summed in a state are unknown
-            minimum = torch.finfo(size.dtype).eps * size
-        total = torch.where(total.abs() < minimum, minimum * _sign(total), total)
+    minimum = sums.noise
+    if guarded(sums, spec):
+        assert largest is not None
+        largest = largest.repeat_interleave(total.shape[1] // largest.shape[1], 1).unsqueeze(-1)
+        least = SUM_GUARD * sums.numerator.detach().abs().amax(-1) / largest
+        minimum = least if minimum is None else least.fmax(minimum)  # 0 / 0 for values of 0
+    if minimum is not None:
+        minimum = minimum if remaining is None else minimum * remaining.exp()
+        size = total if spec.sign_definite else total.abs()
+        sign = 1.0 if spec.sign_definite else torch.ones_like(total).masked_fill(total < 0, -1.0)
+        total = torch.where(size < minimum, minimum * sign, total)
     empty = sums.weight_sum == 0  # no visible key, or all weights zero: 0 / 1
     return total.masked_fill(empty & (total == 0), 1.0), remaining
-
-
-def _without_noise(sums: RowSums, spec: AttentionSpec) -> Tensor:
-    """The weight sum, at least its rounding error.
-
-    A smaller sum is noise, and so is its numerator.
-    """
-    total, noise = sums.weight_sum, sums.noise
-    assert total is not None
-    if noise is None:
-        return total
-    minimum = noise if spec.sign_definite else noise * _sign(total)
-    lost = total < noise if spec.sign_definite else total.abs() < noise
-    return torch.where(lost & (noise > 0), minimum, total)
-
-
-def _sign(x: Tensor) -> Tensor:
-    """-1 below zero, else 1."""
-    return torch.ones_like(x).masked_fill(x < 0, -1.0)

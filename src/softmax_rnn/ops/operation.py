@@ -11,7 +11,7 @@ from torch import Tensor, library
 
 from softmax_rnn.ops import decoding
 from softmax_rnn.ops.decay import check_decay, per_key_decay
-from softmax_rnn.ops.denominators import row_sum
+from softmax_rnn.ops.denominators import guarded, row_sum
 from softmax_rnn.ops.dispatch import FORMS, choose, forms
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.finite import all_finite, check_output, check_sums
@@ -26,7 +26,7 @@ from softmax_rnn.ops.forms.row_sums import (
 )
 from softmax_rnn.ops.norms import normalized
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.state import KeptKeys, State, check_state, next_state
+from softmax_rnn.ops.state import KeptKeys, State, check_state, largest_values, next_state
 from softmax_rnn.ops.validation import (
     check_extras,
     check_outside,
@@ -202,8 +202,10 @@ def attention(
             if decoding.in_compiled_graph(q, k, v, spec, state, log_decay):
                 tokens, weights = state.tokens, decoding.Weights.of(spec, q.shape[3])
                 tokens = tokens if isinstance(tokens, Tensor) else torch.full((), tokens)
-                out, new_sums = _token(q, k, v, state.sums, log_decay, tokens, *weights)
-                return out, next_state(spec, state, new_sums, None, None, None, 1)
+                tensors = state.tensors
+                out, *new = _token(q, k, v, [*tensors.values()], log_decay, tokens, *weights)
+                found = dict(zip(tensors, new, strict=True))
+                return out, State.from_tensors(spec, state.tokens + 1, found)
 
     input_dtype, dtype, inputs = q.dtype, compute_dtype(q.dtype), (q, k, v)
     with no_autocast(q.device.type):
@@ -229,10 +231,12 @@ def attention(
             sums, kept = window_and_series(compute, q, k, v, spec, **terms)
         else:
             sums = _sums(form, spec, q, k, v, causal=causal, **terms)
-        out, log_scale = sums.numerator.to(dtype), sums.log_scale
+        out, log_scale, largest = sums.numerator.to(dtype), sums.log_scale, None
+        if sums.magnitudes is not None or (spec.row_sum is not None and guarded(sums, spec)):
+            largest = largest_values(v, mask, state)
         if spec.row_sum is not None:
             if sums.weight_sum is not None:  # else the form has already divided by it
-                total, log_scale = row_sum(sums, spec, v, sink)
+                total, log_scale = row_sum(sums, spec, largest, sink)
                 out = out / total.unsqueeze(-1)
         elif spec.denominator != "none":
             window = spec.hiding_window, spec.global_keys
@@ -257,35 +261,41 @@ def attention(
         if not return_state:
             return out
         assert sums.state is not None
-        return out, next_state(spec, state, sums.state, *kept, mask, keys)
+        added = sums.state, sums.magnitudes, largest
+        return out, next_state(spec, state, *added, *kept, mask, keys)
 
 
 @library.custom_op(
     "softmax_rnn::token",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor sums, Tensor? log_decay, Tensor tokens, "
-    "str series, int order, float[]? coefficients, str decay, str feature_map, float scale) "
-    "-> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor[] state, Tensor? log_decay, "
+    "Tensor tokens, str series, int order, float[]? coefficients, str decay, str feature_map, "
+    "float scale) -> Tensor[]",
 )
 def _token(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sums: Tensor,
+    state: list[Tensor],
     log_decay: Tensor | None,
     tokens: Tensor,
     *weights: Any,
-) -> tuple[Tensor, Tensor]:
-    """The attention of one token after a state, and the state's new sums; for compiled graphs."""
+) -> list[Tensor]:
+    """The attention of one token after a state, and the state's new tensors; for compiled graphs.
+
+    ``state`` are the state's tensors, in their order.
+    """
     spec = decoding.Weights(*weights).spec
-    state = State(spec, sums, tokens.new_zeros(len(q)), tokens)
-    out, after = attention(q, k, v, spec, log_decay=log_decay, state=state, return_state=True)
-    return out.contiguous(), after.sums.contiguous()  # as the operator without data says
+    names = "sums", "visible", "magnitudes", "largest"
+    before = State.from_tensors(spec, tokens, dict(zip(names, state, strict=False)))
+    out, after = attention(q, k, v, spec, log_decay=log_decay, state=before, return_state=True)
+    # As the operator without data says.
+    return [x.contiguous() for x in (out, *after.tensors.values())]
 
 
 @_token.register_fake
-def _empty_token(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], v.shape[3]), sums.new_empty(sums.shape)
+def _empty_token(q: Tensor, k: Tensor, v: Tensor, state: list[Tensor], *_: Any) -> list[Tensor]:
+    return [q.new_empty(*q.shape[:3], v.shape[3]), *(x.new_empty(x.shape) for x in state)]
 
 
 def _sums(
@@ -327,7 +337,9 @@ def _sums(
         q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
     options: dict[str, Any] = {name: x for name, x in weighting.items() if x is not None}
     if chosen.stateful:
-        options |= {"state": state and state.sums, "keep_state": keep_state}
+        options["keep_state"] = keep_state
+        if state is not None:
+            options |= {"state": state.sums, "magnitudes": state.magnitudes}
     sums = chosen.compute(q, k, v, spec, **given, **options)
     if later and mask is not None and not all_finite(sums.numerator):
         sums = chosen.compute(q, *without_hidden(mask, k, v), spec, **given, **options)

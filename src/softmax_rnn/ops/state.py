@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from softmax_rnn.ops.compiler import constant_when_compiled
 from softmax_rnn.ops.cost import chunk_length, heads_per_step, sizes_of
-from softmax_rnn.ops.forms.row_sums import compute_dtype
+from softmax_rnn.ops.forms.magnitudes import powers
+from softmax_rnn.ops.forms.row_sums import compute_dtype, visible_keys
 from softmax_rnn.ops.monomials import cumulative_dimension, degrees, state_rows, state_size
 from softmax_rnn.ops.spec import AttentionSpec
 
@@ -54,6 +56,10 @@ class State:
             spec has a row sum; [B, Hkv, E or E + 1, monomials]. The dtype is float64 for float64
             inputs, otherwise float32. In float32, sums stop growing after about 2^24 = 16.8 million
             tokens.
+        magnitudes: ``sum_s |k_sd|^n`` for the powers n > 0 of the spec and the channels d, which fade
+            as the sums do: their rounding errors follow from what was added
+            (``forms/magnitudes.py``); [B, Hkv, powers, D]. ``None`` if no row sum can cancel.
+        largest: the largest absolute value so far, after its gate, [B, Hkv]; beside magnitudes.
         visible: number of visible keys so far, for the length denominators; [B], int64.
         tokens: number of positions so far, hidden ones included; an int64 tensor in a state at
             :meth:`fixed` addresses.
@@ -68,6 +74,8 @@ class State:
     sums: Tensor
     visible: Tensor
     tokens: int | Tensor
+    magnitudes: Tensor | None = None
+    largest: Tensor | None = None
     recent: KeptKeys | None = None
     first: KeptKeys | None = None
     inputs: Tensor | None = None
@@ -101,6 +109,25 @@ class State:
             kept.setdefault(part, {})[field] = tensors[name]
         own |= {part: KeptKeys(**named) for part, named in kept.items()}
         return cls(spec, tokens=tokens, **own)
+
+    def check_magnitudes(self, width: int | None = None) -> None:
+        """Raise ``ValueError`` unless there are the magnitudes that the spec needs.
+
+        ``width`` is that of keys, any width if it is not given.
+        """
+        found = [x if x is None else list(x.shape) for x in (self.magnitudes, self.largest)]
+        needed: list[list[int] | None] = [None, None]
+        if self.spec.sums_can_cancel:
+            heads = list(self.sums.shape[:2])
+            if width is None and self.magnitudes is not None:
+                width = self.magnitudes.shape[-1]
+            needed = [[*heads, len(powers(self.spec)), width or 0], heads]
+        if found != needed:
+            raise ValueError(
+                f"The shapes of the state's magnitudes and largest must be {needed}, not {found}. "
+                "States that were saved by earlier versions have none (None): compute them again "
+                "from their tokens."
+            )
 
     def select(self, batch: Tensor) -> State:
         """The state of some rows of the batch, in the order of the indices ``batch`` [B']."""
@@ -151,6 +178,7 @@ def check_state(
             f"The state's sums must have shape {list(shape)} for these inputs, "
             f"not {list(state.sums.shape)}."
         )
+    state.check_magnitudes(width)
     for name, count in (("recent", spec.window or 0), ("first", spec.global_keys)):
         kept = getattr(state, name)
         found = 0 if kept is None else kept.k.shape[2]
@@ -174,10 +202,21 @@ def check_state(
         )
 
 
+def largest_values(v: Tensor, mask: Tensor | None, state: State | None) -> Tensor:
+    """The largest absolute value of each head of v [B, Hkv, S, E] and of a state, [B, Hkv]."""
+    v = v.detach()
+    if mask is not None:  # hidden values may be anything
+        v = v.masked_fill(~visible_keys(mask, v.shape[1]), 0.0)
+    found = F.pad(v.abs().flatten(2), (0, 1)).amax(2).to(compute_dtype(v.dtype))
+    return found if state is None or state.largest is None else found.maximum(state.largest)
+
+
 def next_state(
     spec: AttentionSpec,
     state: State | None,
     sums: Tensor,
+    magnitudes: Tensor | None,
+    largest: Tensor | None,
     recent: KeptKeys | None,
     first: KeptKeys | None,
     mask: Tensor | None,
@@ -187,9 +226,11 @@ def next_state(
     visible = sums.new_full((sums.shape[0],), keys, dtype=torch.int64)
     if mask is not None:
         visible = mask.expand(*sums.shape[:1], 1, 1, keys).sum(dim=(1, 2, 3))
-    if state is None:
-        return State(spec, sums, visible, keys, recent, first)
-    return State(spec, sums, state.visible + visible, state.tokens + keys, recent, first)
+    tokens: int | Tensor = keys
+    if state is not None:
+        visible, tokens = state.visible + visible, state.tokens + keys
+    largest = None if magnitudes is None else largest
+    return State(spec, sums, visible, tokens, magnitudes, largest, recent, first)
 
 
 def fits(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> bool:

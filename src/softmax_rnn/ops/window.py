@@ -86,6 +86,8 @@ def window_and_series(
         state=state,
         keep_state=keep_state,
     )
+    if not spec.sums_can_cancel:  # as its feature map says, which these keys have had already
+        series_sums = series_sums._replace(noise=None, magnitudes=None)
     factor, alone = faded, None
     if outside_scale is not None:
         scale = outside_scale.to(compute_dtype(q.dtype)).unsqueeze(-1)
@@ -237,4 +239,4 @@ def _joined(
     if far.weight_sum is not None:
         weight_sum = near_sum * ours + far.weight_sum * theirs
     noise = None if far.noise is None else far.noise * theirs.detach().abs()
-    return RowSums(numerator, weight_sum, largest, far.state, noise)
+    return RowSums(numerator, weight_sum, largest, far.state, noise, far.magnitudes)

@@ -44,6 +44,15 @@ def powers(spec: AttentionSpec) -> range:
     return range(max(first, 1), last + 1)
 
 
+def roundings(spec: AttentionSpec, dtype: torch.dtype) -> Tensor:
+    """The factor of each of the :func:`powers` in the noise; learned coefficients count as 1."""
+    known = PowerSeries.known_part(spec).coefficients
+    assert known is not None
+    unit = ROUNDING * torch.finfo(dtype).eps
+    found = [unit * abs(float(known[n])) * math.sqrt(math.factorial(n)) for n in powers(spec)]
+    return torch.tensor(found, dtype=torch.float64, device="cpu")
+
+
 def fading(spec: AttentionSpec, total: Tensor) -> Tensor:
     """How far magnitudes fade, [..., P or 1, 1 or D], by sums of log decays [..., 1 or D]."""
     total = total.unsqueeze(-2).clone()
@@ -99,7 +108,7 @@ def _compute(
         for part in (slice(past), slice(past, None))
     )
     at = _running(spec, *old, before, max(past, 1))[:, -1:]
-    queries, faded = q.to(at.dtype), None
+    queries, faded = (scale * q).to(at.dtype), None
     if causal:
         at = _running(spec, *new, at[:, 0], chunk)
         queries = _blocks(queries, chunk)
@@ -109,10 +118,10 @@ def _compute(
                 queries, faded = queries * faded, None
     else:
         queries = queries.unsqueeze(3)
-    found = _error(spec, queries, at[:, : queries.shape[3]], learned, scale)
+    factors = roundings(spec, q.dtype).tolist()
+    found = _error(spec, factors, queries, at[:, : queries.shape[3]], learned)
     found = found if faded is None else found * faded.squeeze(1)
-    noise = ROUNDING * torch.finfo(q.dtype).eps * found.flatten(2)[..., :length]
-    return noise.to(q.dtype).contiguous(), at[:, -1].to(q.dtype, copy=True)
+    return found.flatten(2)[..., :length].to(q.dtype).contiguous(), at[:, -1].to(q.dtype, copy=True)
 
 
 # In a compiled graph: it depends on the number of blocks.
@@ -169,19 +178,16 @@ def _running(
 
 
 def _error(
-    spec: AttentionSpec, q: Tensor, at: Tensor, learned: Tensor | None, scale: float
+    spec: AttentionSpec, factors: list[float], q: Tensor, at: Tensor, learned: Tensor | None
 ) -> Tensor:
-    """The errors of sums in units of the rounding error, [N, G, blocks, L].
+    """The noise [N, G, blocks, L] of queries [N, D, G, blocks, L].
 
-    Queries are [N, D, G, blocks, L], the magnitudes that each block reads [N, blocks, P, D].
+    Each block reads the magnitudes [N, blocks, P, D].
     """
-    known = PowerSeries.known_part(spec).coefficients
-    assert known is not None
     found = q.new_zeros(len(q), *q.shape[2:])
     squares = q.square().permute(0, 3, 2, 4, 1).flatten(2, 3)  # [N, blocks, G * L, D]
-    for i, n in enumerate(powers(spec)):
+    for i, (n, factor) in enumerate(zip(powers(spec), factors, strict=True)):
         size = squares @ (at[:, :, i] ** (2 / n)).unsqueeze(3)
-        size = size.unflatten(2, (q.shape[2], -1)).squeeze(4).transpose(1, 2) ** (n / 2)
-        factor = abs(float(known[n]) * scale**n) * math.sqrt(math.factorial(n))
-        found += factor * (size if learned is None else size * learned[:, :, n, None, None].abs())
+        size = factor * size.unflatten(2, (q.shape[2], -1)).squeeze(4).transpose(1, 2) ** (n / 2)
+        found += size if learned is None else size * learned[:, :, n, None, None].abs()
     return found

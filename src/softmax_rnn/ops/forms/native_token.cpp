@@ -7,27 +7,29 @@
 
 namespace {
 
-constexpr double ROUNDING = 4;  // as in chunk_step.py
-
 template <class T> struct Call {
   const T *q, *k, *v, *state, *weights;
   const double* log_decay;
+  const T *magnitudes, *largest;
+  const double* roundings;
   const int64_t *parents, *factors;
   T *out, *next;
   double* found;
-  int64_t heads, groups, width, values, monomials, rows, map, noisy, threads;
-  double scale;
+  T *next_magnitudes, *next_largest;
+  int64_t heads, groups, width, values, monomials, rows, map, first, powers, threads;
+  double scale, guard;
 };
 
 template <class T> struct Head {
   const Call<T>& c;
   Buffer<T> added, read, sums;
+  Buffer<double> tops;  // the largest magnitude of each power
   double largest_key = 0, largest_value = 0;
   bool unsure = false;
 
   explicit Head(const Call<T>& c)
       : c(c), added(buffer<T>(c.monomials)), read(buffer<T>(c.groups * c.monomials)),
-        sums(buffer<T>(c.groups * (c.values + 1))) {}
+        sums(buffer<T>(c.groups * (c.values + 1))), tops(buffer<double>(c.powers)) {}
 
   T mapped(T x) const {
     if (c.map == 1) return x > 0 ? x + 1 : std::exp(x);
@@ -59,6 +61,7 @@ template <class T> struct Head {
     }
     const double decay = c.log_decay ? c.log_decay[n] : 0;
     const T kept = decay < Lanes<T>::FLOOR ? T(0) : T(std::exp(decay)), *f = added.get() + unused;
+    add_magnitudes(n, kept);
     for (int64_t e = 0; e < channels; e++) {
       const T value = e < c.values ? c.v[n * c.values + e] : T(1);
       if (e < c.values)
@@ -72,12 +75,14 @@ template <class T> struct Head {
     for (int64_t g = 0; g < c.groups; g++) {
       const T* each = sums.get() + g * channels;
       const T total = each[c.values];
-      // A sum within its rounding errors, out of range or not a number needs the general way.
-      unsure |= !(std::abs(double(total)) > noise(n, g)) || !std::isfinite(total);
+      // A sum that may be within its rounding errors, is too small for the values, out of range or
+      // not a number needs the general way.
+      unsure |= !(std::abs(double(total)) > most_noise(n, g)) || !std::isfinite(total);
+      const double least = c.powers ? c.guard / c.next_largest[n] : 0;
       T* out = c.out + (n * c.groups + g) * c.values;
       for (int64_t e = 0; e < c.values; e++) {
         out[e] = each[e] / total;
-        unsure |= !std::isfinite(each[e]);
+        unsure |= !std::isfinite(each[e]) || std::abs(each[e] * least) > std::abs(double(total));
       }
     }
   }
@@ -93,15 +98,36 @@ template <class T> struct Head {
     return rest;
   }
 
-  double noise(int64_t n, int64_t g) const {
+  void add_magnitudes(int64_t n, T kept) {
+    if (!c.powers) return;
+    T largest = c.largest[n];
+    for (int64_t e = 0; e < c.values; e++) largest = std::max(largest, std::abs(c.v[n * c.values + e]));
+    c.next_largest[n] = largest;
+    std::fill_n(tops.get(), c.powers, 0.0);
+    for (int64_t d = 0; d < c.width; d++) {
+      const T size = std::abs(mapped(c.k[n * c.width + d]));
+      T power = 1;
+      for (int64_t i = 1; i < c.first; i++) power *= size;
+      for (int64_t i = 0; i < c.powers; i++) {
+        const int64_t at = (n * c.powers + i) * c.width + d;
+        c.next_magnitudes[at] = kept * c.magnitudes[at] + (power *= size);
+        tops[i] = std::max(tops[i], double(c.next_magnitudes[at]));
+      }
+    }
+  }
+
+  // An upper bound of the noise (magnitudes.py): every channel counts as the largest.
+  double most_noise(int64_t n, int64_t g) const {
+    double square = 0, power = 1, noise = 0;
+    for (int64_t d = 0; d < c.width; d++) {
+      const double x = c.scale * mapped(c.q[((n * c.groups) + g) * c.width + d]);
+      square += x * x;
+    }
+    const double length = std::sqrt(square);
+    for (int64_t i = 1; i < c.first; i++) power *= length;
+    for (int64_t i = 0; i < c.powers; i++) noise += c.roundings[i] * tops[i] * (power *= length);
     // Powers of small numbers may have underflowed.
-    const double least = 1e6 * std::numeric_limits<T>::min();
-    if (!c.noisy) return least;
-    const T* row = c.next + (n * (c.values + 1) + c.values) * c.rows;
-    const T* f = read.get() + g * c.monomials + c.monomials - c.rows;
-    double squares = 0;
-    for (int64_t r = 0; r < c.rows; r++) squares += double(row[r]) * f[r] * row[r] * f[r];
-    return std::max(least, ROUNDING * std::numeric_limits<T>::epsilon() * std::sqrt(squares));
+    return std::max(1e6 * double(std::numeric_limits<T>::min()), noise);
   }
 };
 

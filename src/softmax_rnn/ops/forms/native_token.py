@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from softmax_rnn.ops.decay import MIN_LOG_DECAY
+from softmax_rnn.ops.denominators import SUM_GUARD
 from softmax_rnn.ops.forms import native_library
+from softmax_rnn.ops.forms.magnitudes import powers, roundings
 from softmax_rnn.ops.monomials import cumulative_dimension, degrees, monomial_factors, row_weights
 from softmax_rnn.ops.spec import AttentionSpec, RowSum
+from softmax_rnn.ops.state import State
 
 _MAPS = {"identity": 0, "elu1": 1, "relu": 2}
 
@@ -27,12 +30,16 @@ class Token(NamedTuple):
     Attributes:
         out: [B, H, 1, E].
         sums: those of the state after it, [B, Hkv, E + 1, rows].
+        magnitudes: those of the state after it, [B, Hkv, P, D], if it has any.
+        largest: the largest value up to it, [B, Hkv], beside magnitudes.
         largest_key: the largest number of the mapped keys.
         largest_value: that of the values.
     """
 
     out: Tensor
     sums: Tensor
+    magnitudes: Tensor | None
+    largest: Tensor | None
     largest_key: float
     largest_value: float
 
@@ -40,15 +47,20 @@ class Token(NamedTuple):
 class _Call(ctypes.Structure):
     """``Call`` of native_token.cpp: pointers (0 for none) and numbers.
 
-    ``found`` are three numbers: whether a sum is unsure, the largest key and value.
+    ``found`` are three numbers: whether a sum is unsure, the largest key and value. The magnitudes
+    [heads, powers, width] begin with the power ``first``; there are none of a state without them.
+    ``roundings`` are the factors of each power in an upper bound of the noise.
     """
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "state", "weights", "log_decay")),
+        *((name, ctypes.c_void_p) for name in ("magnitudes", "largest", "roundings")),
         *((name, ctypes.c_void_p) for name in ("parents", "factors", "out", "next", "found")),
+        *((name, ctypes.c_void_p) for name in ("next_magnitudes", "next_largest")),
         *((name, ctypes.c_int64) for name in ("heads", "groups", "width", "values")),
-        *((name, ctypes.c_int64) for name in ("monomials", "rows", "map", "noisy", "threads")),
+        *((name, ctypes.c_int64) for name in ("monomials", "rows", "map", "first", "powers", "threads")),
         ("scale", ctypes.c_double),
+        ("guard", ctypes.c_double),
     )
 
 
@@ -58,31 +70,36 @@ class _Constants(NamedTuple):
 
 
 def step(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sums: Tensor, log_decay: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, state: State, log_decay: Tensor | None
 ) -> Token | None:
     """The output for a token, or ``None`` if it is not covered or not certain."""
     constants = _constants(spec, q.shape[3], q.dtype)
     if constants is None or not native_library.ready():
         return None
     given = {"q": q.contiguous(), "k": k.contiguous(), "v": v.contiguous()}
-    given["state"] = sums.contiguous()
+    given["state"] = state.sums.contiguous()
     if log_decay is not None:
         each = log_decay.double().clamp(min=MIN_LOG_DECAY)
         given["log_decay"] = each.reshape(-1) if log_decay.ndim > 1 else each.repeat(len(k))
     found, out = q.new_empty(3, dtype=torch.float64), q.new_empty(*q.shape[:3], v.shape[3])
-    given |= {"out": out, "next": torch.empty_like(given["state"]), "found": found}
+    written = {"out": out, "next": torch.empty_like(given["state"]), "found": found}
+    for name, x in (("magnitudes", state.magnitudes), ("largest", state.largest)):
+        if x is not None:
+            given[name] = x.contiguous()
+            written[f"next_{name}"] = torch.empty_like(given[name])
     native_library.run(
         "token",
         _Call,
-        given | constants.tensors,
+        given | written | constants.tensors,
         heads=k.shape[0] * k.shape[1],
         groups=q.shape[1] // k.shape[1],
         width=q.shape[3],
         values=v.shape[3],
         **constants.numbers,
     )
-    unsure, key, value = found.tolist()
-    return None if unsure else Token(out, given["next"], key, value)
+    unsure, *largest = found.tolist()
+    after = (written.get(name) for name in ("next", "next_magnitudes", "next_largest"))
+    return None if unsure else Token(out, *after, *largest)
 
 
 def covers(spec: AttentionSpec, dtype: torch.dtype) -> bool:
@@ -101,11 +118,15 @@ def _constants(spec: AttentionSpec, width: int, dtype: torch.dtype) -> _Constant
     weights = row_weights(spec, width, dtype)
     parents, factors = monomial_factors(width, degrees(spec)[1])
     tensors = {"parents": torch.from_numpy(parents), "factors": torch.from_numpy(factors)}
+    counts = powers(spec) if spec.sums_can_cancel else range(0)
+    tensors |= {"weights": weights, "roundings": roundings(spec, dtype)}
     numbers = {
         "monomials": cumulative_dimension(width, degrees(spec)[1]),
         "rows": len(weights),
         "map": _MAPS[spec.feature_map],
-        "noisy": spec.terms_can_cancel or not spec.sign_definite,
+        "first": counts.start,
+        "powers": len(counts),
         "scale": spec.score_scale(width),
+        "guard": SUM_GUARD,
     }
-    return _Constants(tensors | {"weights": weights}, numbers)
+    return _Constants(tensors, numbers)

@@ -23,7 +23,7 @@ def one_token(inputs: Columns, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     tables = make_tables(spec, k.shape[1], 1, q.dtype, q.device, False)
     columns = [q.squeeze(-1), k]
     if log_decay is not None:
-        kept = fade_(log_decay.to(q.dtype))
+        kept = fade_(log_decay.to(q.dtype, copy=True))
         if spec.decay == "channel":
             columns.append(kept)
         else:
