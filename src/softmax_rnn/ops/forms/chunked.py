@@ -83,7 +83,7 @@ def chunked(
     if spec.sums_can_cancel:
         before = None if magnitudes is None else magnitudes.flatten(0, 1)
         blocks = causal and not at_once, chunk or 1
-        noise, after = read_noise(given, before, plain_spec(*weights), *blocks, scale / factor)
+        noise, after = read_noise(given, before, weights, *blocks, scale / factor)
     kept = {"state": last_state, "magnitudes": after} if keep_state else {}
     return from_columns(sums, spec, k, noise, **kept)
 

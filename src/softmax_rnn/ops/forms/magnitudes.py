@@ -44,13 +44,12 @@ def powers(spec: AttentionSpec) -> range:
     return range(max(first, 1), last + 1)
 
 
-def roundings(spec: AttentionSpec, dtype: torch.dtype) -> Tensor:
+def roundings(spec: AttentionSpec, dtype: torch.dtype) -> list[float]:
     """The factor of each of the :func:`powers` in the noise; learned coefficients count as 1."""
     known = PowerSeries.known_part(spec).coefficients
     assert known is not None
     unit = ROUNDING * torch.finfo(dtype).eps
-    found = [unit * abs(float(known[n])) * math.sqrt(math.factorial(n)) for n in powers(spec)]
-    return torch.tensor(found, dtype=torch.float64, device="cpu")
+    return [unit * abs(float(known[n])) * math.sqrt(math.factorial(n)) for n in powers(spec)]
 
 
 def fading(spec: AttentionSpec, total: Tensor) -> Tensor:
@@ -66,7 +65,7 @@ def fading(spec: AttentionSpec, total: Tensor) -> Tensor:
 def read_noise(
     inputs: Columns,
     before: Tensor | None,
-    spec: AttentionSpec,
+    weights: tuple[Series, int, Sequence[float] | None, Decay],
     causal: bool,
     chunk: int,
     scale: float,
@@ -75,11 +74,11 @@ def read_noise(
 
     With ``causal`` each chunk of queries reads the state before the chunk, else that after all
     keys. ``before`` are the magnitudes before the first key. Queries are still to be multiplied by
-    ``scale``. Both results have no gradient.
+    ``scale``. ``weights`` are series, order, coefficients and decay of a spec. Both results have no
+    gradient.
     """
     given = (inputs.queries, inputs.keys, inputs.log_decay, inputs.coefficients, before)
     detached = (x if x is None else x.detach() for x in given)
-    weights = spec.series, degrees(spec)[1], spec.coefficients, spec.decay
     compute = _read if no_data(inputs.queries) else _compute
     found: tuple[Tensor, Tensor] = compute(*detached, *weights, causal, chunk, scale)
     return found
@@ -103,25 +102,22 @@ def _compute(
     fixed = None if coefficients is None else tuple(coefficients)
     spec, length = plain_spec(series, order, fixed, decay), q.shape[3]
     past = k.shape[2] - length if causal else k.shape[2]
-    old, new = (
-        (k[..., part], None if log_decay is None else log_decay[..., part])
-        for part in (slice(past), slice(past, None))
-    )
-    at = _running(spec, *old, before, max(past, 1))[:, -1:]
-    queries, faded = (scale * q).to(at.dtype), None
+    k, queries = k.mT, q.permute(0, 2, 3, 1)  # a row per token
+    decays = (None, None)
+    if log_decay is not None:
+        decays = log_decay.mT[:, :past], log_decay.mT[:, past:]
+    at = _running(spec, k[:, :past], decays[0], before, max(past, 1))[:, -1:]
+    queries, faded = queries.unsqueeze(2), None
     if causal:
-        at = _running(spec, *new, at[:, 0], chunk)
-        queries = _blocks(queries, chunk)
-        if new[1] is not None:  # [N, 1 or D, 1, blocks, L]
-            faded = fade_(_blocks(new[1], chunk).cumsum(3).to(at.dtype)).unsqueeze(2)
+        at = _running(spec, k[:, past:], decays[1], at[:, 0], chunk)
+        queries = _blocks(queries.squeeze(2), chunk)
+        if decays[1] is not None:
+            faded = fade_(_blocks(decays[1].unsqueeze(1), chunk).cumsum(3).to(q.dtype))
             if decay == "channel":
                 queries, faded = queries * faded, None
-    else:
-        queries = queries.unsqueeze(3)
-    factors = roundings(spec, q.dtype).tolist()
-    found = _error(spec, factors, queries, at[:, : queries.shape[3]], learned)
-    found = found if faded is None else found * faded.squeeze(1)
-    return found.flatten(2)[..., :length].to(q.dtype).contiguous(), at[:, -1].to(q.dtype, copy=True)
+    noise = _noise(spec, queries, at[:, : queries.shape[2]], learned, scale)
+    noise = noise if faded is None else noise * faded.squeeze(-1)
+    return noise.flatten(2)[..., :length].contiguous(), at[:, -1].to(q.dtype, copy=True)
 
 
 # In a compiled graph: it depends on the number of blocks.
@@ -144,32 +140,36 @@ def _empty(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(x: Tensor, length: int) -> Tensor:
-    """[..., S] as [..., blocks, length], with zeros at the end."""
-    count = -(-x.shape[-1] // length)
-    return F.pad(x, (0, count * length - x.shape[-1])).unflatten(-1, (count, length))
+    """[..., S, D] as [..., blocks, length, D], with zeros at the end."""
+    count = -(-x.shape[-2] // length)
+    missing = count * length - x.shape[-2]
+    return (F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(-2, (count, length))
 
 
 def _running(
     spec: AttentionSpec, k: Tensor, log_decay: Tensor | None, before: Tensor | None, length: int
 ) -> Tensor:
-    """The magnitudes before each block of keys and after the last one, [N, blocks + 1, P, D]."""
+    """The magnitudes before each block of keys and after the last one, [N, blocks + 1, P, D].
+
+    Keys and log decays are [N, S, D].
+    """
     wide = torch.float32 if k.device.type == "mps" else torch.float64
-    first = k.new_zeros(len(k), len(powers(spec)), k.shape[1]) if before is None else before
-    found, counts = first.to(wide).unsqueeze(1), powers(spec)
-    if not k.shape[2] or not counts:
-        return found.expand(-1, 1 + -(-k.shape[2] // length), -1, -1)
-    each, left = _blocks(k, length).abs(), None
+    counts, each = powers(spec), _blocks(k.abs(), length)
+    first = k.new_zeros(len(k), len(counts), k.shape[2]) if before is None else before
+    found = first.to(wide).unsqueeze(1)
+    if not each.numel() or not counts:
+        return found.expand(-1, 1 + each.shape[1], -1, -1)
+    left = None
     if log_decay is not None:
-        total = _blocks(log_decay, length).cumsum(3)
-        left = fade_((total[..., -1:] - total).to(each.dtype))
+        total = _blocks(log_decay, length).cumsum(2)
+        left = fade_((total[:, :, -1:] - total).to(k.dtype))
         if spec.decay == "channel":
             each, left = each * left, None
     terms = (each**n if left is None else each**n * left for n in counts)
-    added = torch.stack([x.sum(3, dtype=wide) for x in terms], dim=2)  # [N, D, P, blocks]
-    found = torch.cat([found, added.permute(0, 3, 2, 1)], dim=1)
+    found = torch.cat([found, torch.stack([x.sum(2) for x in terms], 2).to(wide)], dim=1)
     if log_decay is None:
         return found.cumsum(1)
-    ends, distance = F.pad(total[..., -1], (1, 0)).cumsum(2).mT.to(wide), 1
+    ends, distance = F.pad(total[:, :, -1].to(wide), (0, 0, 1, 0)).cumsum(1), 1
     while distance < found.shape[1]:  # twice as many blocks are added up in every round
         factor = fading(spec, ends[:, distance:] - ends[:, :-distance])
         later = found[:, distance:] + factor * found[:, :-distance]
@@ -177,17 +177,22 @@ def _running(
     return found
 
 
-def _error(
-    spec: AttentionSpec, factors: list[float], q: Tensor, at: Tensor, learned: Tensor | None
+def _noise(
+    spec: AttentionSpec, q: Tensor, at: Tensor, learned: Tensor | None, scale: float
 ) -> Tensor:
-    """The noise [N, G, blocks, L] of queries [N, D, G, blocks, L].
+    """The noise [N, G, blocks, L] of queries [N, G, blocks, L, D].
 
-    Each block reads the magnitudes [N, blocks, P, D].
+    Each block reads the magnitudes ``at`` [N, blocks, P, D].
     """
-    found = q.new_zeros(len(q), *q.shape[2:])
-    squares = q.square().permute(0, 3, 2, 4, 1).flatten(2, 3)  # [N, blocks, G * L, D]
-    for i, (n, factor) in enumerate(zip(powers(spec), factors, strict=True)):
-        size = squares @ (at[:, :, i] ** (2 / n)).unsqueeze(3)
-        size = factor * size.unflatten(2, (q.shape[2], -1)).squeeze(4).transpose(1, 2) ** (n / 2)
-        found += size if learned is None else size * learned[:, :, n, None, None].abs()
-    return found
+    counts, noise = powers(spec), q.new_zeros(q.shape[:-1])
+    if not counts:
+        return noise
+    n = torch.arange(counts.start, counts.stop, device=at.device, dtype=at.dtype)
+    roots = abs(scale) * at ** (1 / n).unsqueeze(1)
+    unit = roots.amax((2, 3), keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+    squares = (roots / unit).square().to(q.dtype).unsqueeze(1)  # at most 1, to stay in range
+    sizes = (squares @ q.square().mT).sqrt() * unit.to(q.dtype).unsqueeze(1)
+    for i, (power, factor) in enumerate(zip(counts, roundings(spec, q.dtype), strict=True)):
+        each = factor * sizes[:, :, :, i] ** power
+        noise += each if learned is None else each * learned[:, :, power, None, None].abs()
+    return noise.nan_to_num(nan=0.0, posinf=0.0)  # of squares that are out of range

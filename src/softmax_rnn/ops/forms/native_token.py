@@ -119,7 +119,8 @@ def _constants(spec: AttentionSpec, width: int, dtype: torch.dtype) -> _Constant
     parents, factors = monomial_factors(width, degrees(spec)[1])
     tensors = {"parents": torch.from_numpy(parents), "factors": torch.from_numpy(factors)}
     counts = powers(spec) if spec.sums_can_cancel else range(0)
-    tensors |= {"weights": weights, "roundings": roundings(spec, dtype)}
+    factors = torch.tensor(roundings(spec, dtype), dtype=torch.float64)
+    tensors |= {"weights": weights, "roundings": factors}
     numbers = {
         "monomials": cumulative_dimension(width, degrees(spec)[1]),
         "rows": len(weights),
