@@ -104,7 +104,7 @@ def compile_all(capabilities: list[int], dtypes: list[str], widths: list[int]) -
                     q.new_empty(triton_chunks.states_shape(inputs, chunks)),
                     q.new_empty(0),
                 )
-                triton_chunks.sums(inputs, chunks, out, empty, empty, kept)
+                triton_chunks.sums(inputs, chunks, out, empty, kept)
                 grads = inputs._replace(
                     **{n: torch.empty_like(x) for n, x in inputs._asdict().items() if x is not None}
                 )

@@ -1,4 +1,4 @@
-"""Token by token without gradients: the sums, the state and the noise of the chunked form."""
+"""Token by token without gradients: the sums and the state of the chunked form."""
 
 from __future__ import annotations
 

@@ -1,0 +1,233 @@
+"""Sums that cancel in a state: every engine against float64, with bounds from the inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import softmax_rnn as sr
+from cancellation import CANCELLING, exact
+from softmax_rnn.ops import decoding
+from softmax_rnn.ops.denominators import SUM_GUARD
+from softmax_rnn.ops.forms import chunked as module
+from softmax_rnn.ops.forms import magnitudes, native_library
+from softmax_rnn.ops.forms.chunked import chunked
+from softmax_rnn.ops.forms.columns import Columns
+from softmax_rnn.ops.forms.dense import dense
+from strategies import coefficients
+
+# Over so many tokens, rounding errors add up to at most this many of `Exact.rounding`.
+LONGEST, ERRORS = 96, 64.0
+EPS = torch.finfo(torch.float32).eps
+# `tokens` and `calls` decode: one token in PyTorch's operations, and in one call of C++.
+ENGINES = ("torch", "native", "recurrent", "tokens", "calls")
+
+
+@contextlib.contextmanager
+def computed_by(engine: str) -> Iterator[None]:
+    """In chunks of 16 tokens."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(module, "chunk_length", lambda *_: 16))
+        if engine in ("torch", "triton"):
+            stack.enter_context(mock.patch.object(module, "_loops", lambda *_: engine))
+        stack.enter_context(mock.patch.object(native_library, "LEAST_TOKENS", 1))
+        if engine != "calls":
+            stack.enter_context(mock.patch.object(decoding, "after_state", lambda *_: None))
+        yield
+
+
+def attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: sr.AttentionSpec,
+    engine: str,
+    causal: bool = True,
+    cuts: tuple[int, ...] = (),
+    log_decay: Tensor | None = None,
+    learned: Tensor | None = None,
+) -> Tensor:
+    """The output in pieces of keys that end at the cuts; every query sees the last of these."""
+    state, outs = None, []
+    options = {"form": "recurrent" if engine == "recurrent" else "chunked", "coefficients": learned}
+    if engine in ("tokens", "calls"):
+        options["form"] = "auto"
+        cuts = tuple(range(1, k.shape[2])) if causal else cuts
+    ends = [0, *cuts, k.shape[2]]
+    with computed_by(engine):
+        for start, stop in itertools.pairwise(ends):
+            here = slice(start, stop)
+            queries = q[:, :, here]
+            if not causal:
+                queries = q if stop == k.shape[2] else q[:, :, :0]
+            out, state = sr.attention(
+                queries,
+                k[:, :, here],
+                v[:, :, here],
+                spec,
+                causal=causal,
+                state=state,
+                return_state=True,
+                log_decay=None if log_decay is None else log_decay[:, :, here],
+                **options,
+            )
+            outs.append(out)
+    return torch.cat(outs, dim=2)
+
+
+def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: sr.AttentionSpec, **given) -> None:
+    """No output exceeds the promise, and where the sum is not lost the error is small."""
+    learned, decay = given.get("learned"), given.get("log_decay")
+    rows = exact(q, k, v, spec, given["causal"], decay, learned, EPS)
+    assert out.isfinite().all()
+    assert (out.abs().amax(-1) <= 1.001 / SUM_GUARD * rows.largest).all()
+    rounding = ERRORS * rows.rounding
+    sure = rows.total.abs() > 4 * rounding
+    expected = rows.out.abs().amax(-1)
+    error = (out.double() - rows.out).abs().amax(-1)
+    allowed = 2 * rounding * (rows.largest + expected) / rows.total.abs()
+    assert (error <= allowed)[sure].all(), (error / allowed)[sure].max()
+
+
+@given(
+    series=st.sampled_from(["power", "taylor", "fixed", "learned"]),
+    order=st.integers(1, 4),
+    fixed=coefficients(),
+    decay=st.sampled_from(["none", "none", "token", "channel"]),
+    speed=st.sampled_from([1e-3, 0.1, 3.0]),
+    feature_map=st.sampled_from(["identity", "identity", "cosine", "relu"]),
+    denominator=st.sampled_from(["sum", "sum", "sum_plus_one"]),
+    keys=st.sampled_from(list(CANCELLING)),
+    size=st.sampled_from([0.3, 1.0, 5.0]),
+    width=st.sampled_from([1, 4, 9]),
+    group=st.sampled_from([1, 2]),
+    length=st.integers(2, LONGEST),
+    cuts=st.lists(st.integers(1, LONGEST - 1), max_size=2, unique=True),
+    causal=st.booleans(),
+    engine=st.sampled_from(ENGINES),
+    seed=st.integers(0, 999),
+)
+def test_keys_that_cancel(
+    series: str,
+    order: int,
+    fixed: tuple[float, ...],
+    decay: str,
+    speed: float,
+    feature_map: str,
+    denominator: str,
+    keys: str,
+    size: float,
+    width: int,
+    group: int,
+    length: int,
+    cuts: list[int],
+    causal: bool,
+    engine: str,
+    seed: int,
+) -> None:
+    spec = sr.AttentionSpec(
+        feature_map=feature_map,
+        series="polynomial" if series in ("fixed", "learned") else series,
+        order=None if series == "fixed" else order,
+        coefficients=fixed if series == "fixed" else None,
+        decay=decay,
+        denominator=denominator,
+    )
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    inputs: dict[str, Tensor | None] = {
+        "q": size * normal(2, 2 * group, length, width),
+        "k": CANCELLING[keys](normal(2, 2, length, width)),
+        "v": normal(2, 2, length, 3),
+    }
+    options: dict = {"causal": causal or spec.causal_only, "log_decay": None, "learned": None}
+    if decay != "none":
+        shape = (2, 2, length) if decay == "token" else (2, 2, length, width)
+        options["log_decay"] = -speed * normal(*shape).square()
+    if series == "learned":
+        options["learned"] = normal(2 * group, order + 1)
+    cut = tuple(sorted(x for x in cuts if x < length))
+    with torch.no_grad():
+        found = attended(**inputs, spec=spec, engine=engine, cuts=cut, **options)
+    check(found, **inputs, spec=spec, **options)
+
+
+HALF = torch.Generator().manual_seed(0)
+Q, K, V = (torch.randn(1, 2, 600, 16, generator=HALF) for _ in "qkv")
+K = CANCELLING["halves"](K)
+LINEAR = sr.AttentionSpec(series="power", order=1)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("engine", ["torch", "native", "recurrent"])
+def test_half_the_keys_are_the_negatives_of_the_others(engine: str, causal: bool) -> None:
+    check(attended(Q, K, V, LINEAR, engine, causal), Q, K, V, LINEAR, causal=causal)
+
+
+@pytest.mark.parametrize("engine", ["tokens", "calls"])
+def test_a_token_after_keys_that_cancel(engine: str) -> None:
+    with torch.no_grad():
+        found = attended(Q[:, :, -1:], K, V, LINEAR, engine, causal=False, cuts=(599,))
+    check(found, Q[:, :, -1:], K, V, LINEAR, causal=False)
+
+
+@pytest.mark.parametrize("engine", ["torch", "native", "recurrent"])
+def test_gradients_where_keys_cancel(engine: str) -> None:
+    """A weight sum is at least its noise, by which every derivative is divided."""
+    inputs = [x.clone().requires_grad_() for x in (Q, K, V)]
+    out = attended(*inputs, LINEAR, engine, causal=False)
+    scale = LINEAR.score_scale(16)
+    sizes = K.abs().sum(2, keepdim=True)
+    noise = magnitudes.ROUNDING * EPS * scale * (Q * sizes).norm(dim=-1, keepdim=True)
+    above = out.shape[-1] * (V.abs().amax() + out.detach().abs().amax(-1, keepdim=True)) / noise
+    allowed = [
+        scale * sizes * above,
+        (scale * Q.abs() * above).sum(2, keepdim=True),
+        ((scale * Q @ K.mT).abs() / noise).sum(2).unsqueeze(-1),
+    ]
+    for grad, most in zip(torch.autograd.grad(out.sum(), inputs), allowed, strict=True):
+        assert (grad.abs() <= 1.01 * most).all()
+
+
+@pytest.mark.parametrize("decay", ["none", "token"])
+def test_triton_reads_the_same_noise(decay: str, device: str) -> None:
+    """Of chunks of 64 tokens; heads in groups."""
+    spec = sr.AttentionSpec(series="taylor", order=1, decay=decay)
+    q, k, v = Q[..., :150, :].to(device), K[:, :1, 225:375].to(device), V[:, :1, :150].to(device)
+    options = {"causal": True, "mask": None, "keep_state": True, "chunk": 64}
+    if decay != "none":
+        options["log_decay"] = -torch.rand(1, 1, 150, dtype=torch.float64, device=device)
+    found, expected = (chunked(q, k, v, spec, **options, engine=x) for x in ("triton", "torch"))
+    torch.testing.assert_close(found.noise, expected.noise)
+    torch.testing.assert_close(found.magnitudes, expected.magnitudes)
+
+
+@pytest.mark.parametrize("width", [8, 64])
+@pytest.mark.parametrize("name", ["power:1", "power:2", "taylor:1", "taylor:2", "taylor:4", "taylor:6"])
+def test_ordinary_sums_are_above_their_noise(name: str, width: int) -> None:
+    """Sums over normal keys: none of those that cannot cross zero, and hardly any of the others."""
+    family, _, order = name.partition(":")
+    spec = sr.AttentionSpec(series=family, order=int(order))
+    weights = spec.series, spec.order, None, "none"
+    for size, tokens in itertools.product([0.1, 1.0, 10.0], [30, 1000]):
+        draw = torch.Generator().manual_seed(tokens)
+        q, k = (torch.randn(1, 1, tokens, width, generator=draw) for _ in "qk")
+        options = {"causal": False, "mask": None}
+        total = dense(size * q, k, k, spec, **options).weight_sum
+        columns = Columns(size * q.movedim(3, 1), k[0].mT, k[0].mT, None, None, None)
+        scale = spec.score_scale(width)
+        noise, _ = magnitudes.read_noise(columns, None, weights, False, 16, scale)
+        lost = (total.abs() < noise).double().mean()
+        print(name,width,size,tokens,float(lost), float((noise/total.abs()).median()))
+        assert lost <= (0 if spec.sign_definite else 1e-3)
