@@ -116,11 +116,14 @@ class Attention(AttentionCore):
         q, k, v = flat
         v = _by_head(v, self.head_dim)
         rotary = position_embeddings if self.options.rotary else None
-        if rotary is not None and tokens == 1:  # in decoding, a call takes longer than its work
+        unrotated = None
+        if rotary is not None and tokens == 1 and not self.options.map_before_rotary:
+            # In decoding, a call takes longer than its work.
             both = rotate(_by_head(torch.cat((q, k), -1), self.qk_dim), *rotary)
             q, k = both.split((q.shape[2] // self.qk_dim, k.shape[2] // self.qk_dim), 1)
         else:
             q, k = _by_head(q, self.qk_dim), _by_head(k, self.qk_dim)
+            unrotated = (q, k) if self.options.map_before_rotary else None
             if rotary is not None:
                 q, k = rotate(q, *rotary), rotate(k, *rotary)
         if q.dtype != v.dtype:  # autocast leaves the rotation in float32
@@ -130,7 +133,7 @@ class Attention(AttentionCore):
         if positions is None and self.feature_map is not None:
             positions = torch.arange(tokens, device=q.device).unsqueeze(0)
             positions = positions + (0 if state is None else state.tokens)
-        q, k, *outside = self.map_features(q, k, positions)
+        q, k, *outside = self.map_features(q, k, positions, unrotated)
         log_decay, gate = self.decay_and_gate(hidden_states, k.dtype)
         gated = v if gate is None else v * gate.unsqueeze(-1)
         return Projected(q, k, gated, log_decay, v, inputs, *outside)

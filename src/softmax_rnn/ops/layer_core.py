@@ -20,6 +20,7 @@ from softmax_rnn.ops.layer_parts import LayerPart
 from softmax_rnn.ops.norms import normalized
 from softmax_rnn.ops.operation import attention
 from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.validation import is_per_key
 from softmax_rnn.ops.variants import resolve_layer
 
 ACTIVATIONS = {"none": lambda x: x, "sigmoid": torch.sigmoid, "swish": nn.functional.silu}
@@ -181,12 +182,21 @@ class AttentionCore(LayerPart):
             if parameter is not None:
                 nn.init.constant_(parameter, value)
 
-    def map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> Mapped:
-        """Feature map and temperature of queries and keys at ``positions`` [B or 1, T]."""
+    def map_features(
+        self,
+        q: Tensor,
+        k: Tensor,
+        positions: Tensor | None,
+        unrotated: tuple[Tensor, Tensor] | None = None,
+    ) -> Mapped:
+        """Feature map and temperature of queries and keys at ``positions`` [B or 1, T].
+
+        ``unrotated``: queries and keys before rotary positions, where the options map those.
+        """
         outside_q = outside_k = None
         if self.feature_map is not None:
             assert positions is not None
-            mapped = self.feature_map(q, k, positions)
+            mapped = self.feature_map(*(unrotated or (q, k)), positions)
             if self.spec.outside == "series":
                 outside_q, outside_k = mapped
             else:
@@ -221,6 +231,9 @@ class AttentionCore(LayerPart):
             out = decoding.over_keys(*projected[:3], self.operation)
             if out is not None:
                 return out
+        mask = options.get("mask")
+        if mask is not None and self.context_group is None and is_per_key(mask):
+            options["padding"] = True
         own: dict[str, Any] = {"log_decay": projected.log_decay}
         gate = skip = None
         if not self.plain:

@@ -28,7 +28,15 @@ _BESIDE = (
     *("feature_map", "qk_dim", "temperature", "short_convolution"),
     *("skip", "merged_norm"),
 )
-_FLAGS = ("rotary", "temperature", "gate_per_channel", "norm_weight", "skip", "merged_norm")
+_FLAGS = (
+    "rotary",
+    "map_before_rotary",
+    "temperature",
+    "gate_per_channel",
+    "norm_weight",
+    "skip",
+    "merged_norm",
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,9 @@ class LayerOptions:
             positive); ``rebased`` (layer norm, then a learned affine map); ``performer`` and
             ``rfa`` (fixed random features); ``cosformer`` (relu, turned by the position). With
             ``outside="series"`` it maps those of the series only: inside the window they stay.
+        map_before_rotary: whether ``feature_map`` sees queries and keys before rotary positions.
+            A map of rotated ones depends on absolute positions; features before them have none, so
+            that with ``outside="series"`` all of the attention depends on distances alone.
         num_features: number of features of ``squared_relu``, ``None`` for twice the width of
             queries and keys; of random projections of ``performer`` and ``rfa``, ``None`` for that
             width.
@@ -75,6 +86,7 @@ class LayerOptions:
     qk_dim: int | None = None
     rotary: bool = True
     feature_map: LayerFeatureMap = "none"
+    map_before_rotary: bool = False
     num_features: int | None = None
     cosine_length: int = 2048
     temperature: bool = False

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softmax_rnn.ops.context_parallel import previous_tail
+from softmax_rnn.ops.padding import hidden_first, taken
 
 
 class LayerPart(nn.Module):
@@ -46,7 +47,7 @@ class ShortConvolution(LayerPart):
 
         Args:
             x: the new tokens.
-            shown: [B or 1, T], False for hidden tokens, which count as zeros.
+            shown: [B or 1, T], False for hidden tokens: they come before all others, as zeros.
             earlier: the last tokens before them [B, width - 1, C]; by default zeros.
 
         Returns:
@@ -55,11 +56,18 @@ class ShortConvolution(LayerPart):
         x = _visible(x, shown)
         if earlier is None:
             earlier = x.new_zeros(len(x), self.kernel.shape[1] - 1, x.shape[-1])
-        padded = torch.cat((earlier.to(x.dtype), x), dim=1)
+        padded, order = torch.cat((earlier.to(x.dtype), x), dim=1), None
+        if shown is not None:
+            known = shown.new_ones(len(x), earlier.shape[1])
+            order = hidden_first(torch.cat((known, shown.expand(len(x), -1)), dim=1))
+            padded = padded if order is None else taken(padded, order, dim=1)
         kernel = self.kernel.to(x.dtype).unsqueeze(1)
         if not x.numel():  # convolutions need an output
             return x, padded[:, x.shape[1] :].clone()
         out = F.conv1d(padded.mT, kernel, groups=len(kernel)).mT
+        if order is not None:
+            before = earlier.shape[1]
+            out = taken(out, (order.argsort(dim=1)[:, before:] - before).clamp(min=0), dim=1)
         return out, padded[:, x.shape[1] :].clone()
 
     def before(self, x: Tensor, shown: Tensor | None, group: Any) -> Tensor:

@@ -25,6 +25,7 @@ from softmax_rnn.ops.forms.row_sums import (
     without_hidden,
 )
 from softmax_rnn.ops.norms import normalized
+from softmax_rnn.ops.padding import Packed
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import KeptKeys, State, check_state, largest_values, next_state
 from softmax_rnn.ops.validation import (
@@ -43,6 +44,7 @@ class _Options(TypedDict, total=False):
 
     causal: bool
     mask: Tensor | None
+    padding: bool
     input_gate: Tensor | None
     output_gate: Tensor | None
     length_power: Tensor | None
@@ -83,6 +85,7 @@ def attention(
     *,
     causal: bool = True,
     mask: Tensor | None = None,
+    padding: bool = False,
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
     length_power: Tensor | None = None,
@@ -114,6 +117,9 @@ def attention(
         mask: boolean, True = visible, broadcastable to [B, H, T, S]; with ``causal`` both apply.
             What hidden keys, values and input gates hold never matters. If a row sees no key, its
             numerator is zero, and so is its output (apart from a ``norm_bias``).
+        padding: whether the tokens that ``mask``, then [B, 1, 1, S], hides are padding: they count
+            in no window, and what they output means nothing. Otherwise a window has as many slots,
+            visible or not.
         input_gate: in [0, 1], [B, Hkv, S]; multiplies the values (appendix E).
         output_gate: multiplies the output: [B, H, T] (in [0, 1] in appendix E), or per channel
             [B, H, T, E].
@@ -190,6 +196,14 @@ def attention(
         check_state(state, spec, k, v, outside_k)
     if state is not None or return_state:
         check_per_key(mask)
+    packed = None
+    if padding and mask is not None and spec.window is not None:
+        check_per_key(mask, "padding=True")
+        packed = Packed(mask, q, k)
+        mask = packed.mask
+        q, outside_q, output_gate = packed.of_queries(q, outside_q, output_gate)
+        k, v, input_gate = packed.of_keys(k, v, input_gate)
+        outside_k, log_decay = packed.of_keys(outside_k, log_decay)
     if queries == 1 and form == "auto" and mask is None and q.device.type == "cpu":
         if state is None and not return_state:
             alone = decoding.over_keys(q, k, v, spec)
@@ -227,6 +241,7 @@ def attention(
                 "outside_scale": outside_scale,
                 "outside_q": outside_q,
                 "outside_k": outside_k,
+                "packed": packed is not None,
             }
             sums, kept = window_and_series(compute, q, k, v, spec, **terms)
         else:
@@ -258,6 +273,8 @@ def attention(
         if not spec.bounded:
             check_output(out, input_dtype, inputs)
         out = out.to(input_dtype)
+        if packed is not None:
+            out = packed.restored(out)
         if not return_state:
             return out
         assert sums.state is not None

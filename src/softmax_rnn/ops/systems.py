@@ -89,11 +89,11 @@ SYSTEMS: dict[str, Variant] = {
     "window_taylor": Variant(replace(_TAYLOR, window=_WINDOW, outside="series")),
     "lolcats": Variant(
         Spec(series="power", order=1, window=_WINDOW, outside="series"),
-        Layer(feature_map="hedgehog"),
+        Layer(feature_map="hedgehog", map_before_rotary=True),
     ),
     "window_state": Variant(
         Spec(series="power", order=1, window=_WINDOW, global_keys=1, outside="series"),
-        Layer(feature_map="squared_relu"),
+        Layer(feature_map="squared_relu", map_before_rotary=True),
     ),
     # The paper's norm, of a finite series.
     "taylor_norm": Variant(replace(_TAYLOR, denominator="none", norm="l2")),

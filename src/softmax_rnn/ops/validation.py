@@ -126,14 +126,19 @@ def check_extra(
         raise ValueError(f"{name} is on {value.device}, q on {q.device}.")
 
 
-def check_per_key(mask: Tensor | None) -> None:
+def check_per_key(mask: Tensor | None, what: str = "a state") -> None:
     """Raise ``ValueError`` unless every query and head sees the same keys, as a state does."""
-    if mask is not None and not mask.shape[1] == mask.shape[2] == 1:
+    if mask is not None and not is_per_key(mask):
         raise ValueError(
-            "With a state every query and head sees the same keys: mask must be broadcastable to "
+            f"With {what} every query and head sees the same keys: mask must be broadcastable to "
             f"[B, 1, 1, S], not {list(mask.shape)}. form='blocked' (in a model: a key/value cache) "
             "takes any mask, without a state."
         )
+
+
+def is_per_key(mask: Tensor) -> bool:
+    """Whether every query and head sees the same keys of a mask, broadcast to [B, H, T, S]."""
+    return (1, 1, 1, *mask.shape)[-3:-1] == (1, 1)
 
 
 def check_outside(

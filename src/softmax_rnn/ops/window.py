@@ -17,6 +17,7 @@ from torch import Tensor
 
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, first_positions, first_visible
+from softmax_rnn.ops.padding import hidden_first, taken
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import KeptKeys, State, require_memory_to_keep
 
@@ -36,10 +37,12 @@ def window_and_series(
     outside_k: Tensor | None = None,
     state: State | None = None,
     keep_state: bool = False,
+    packed: bool = False,
 ) -> tuple[RowSums, tuple[KeptKeys | None, KeptKeys | None]]:
     """The sums over both parts; the recent and first keys of the next state, if it is kept.
 
-    ``compute(spec, q, k, v, ...)`` computes the sums of one part.
+    ``compute(spec, q, k, v, ...)`` computes the sums of one part. ``packed`` tokens are in an order
+    in which hidden ones come first, those of a state included, so that they count in no window.
     """
     assert spec.window is not None
     phi = FEATURE_MAPS[spec.feature_map]
@@ -52,6 +55,9 @@ def window_and_series(
     if state is not None:
         assert state.recent is not None
         near = near.after(state.recent)
+        if packed and (order := hidden_first(near.shown_keys)) is not None:
+            shown = taken(near.shown_keys, order, dim=1)[:, None, None]
+            near = near.each(lambda _, x: taken(x, order), shown)
     inside, outside = _parts(spec, q.shape[-1], far_q.shape[-1])
     faded = None  # the decay over the window of each query
     if near.log_decay is not None:
