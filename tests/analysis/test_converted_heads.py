@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import softmax_rnn as sr
 from softmax_rnn.analysis.converted_heads import (
@@ -18,7 +19,7 @@ from softmax_rnn.analysis.converted_heads import (
     state_off,
     window_off,
 )
-from softmax_rnn.analysis.decoding import cache_bytes, decoding_costs
+from softmax_rnn.analysis.decoding import decoding_costs
 from softmax_rnn.analysis.initial_values import fit_initial_values
 from softmax_rnn.models.converted_layer import (
     Attending,
@@ -63,11 +64,15 @@ def weights(what: Attending) -> tuple[Tensor, Tensor, Tensor]:
     """Weights of a ``window_state`` head inside and outside, and softmax's, [H, T, T]."""
     own, q = what.layer.feature_map, what.query[0].double()
     k = what.key[0].double().repeat_interleave(2, 0)
+    cos, sin = what.inputs.position_embeddings
+    back = apply_rotary_pos_emb(q[None], k[None], cos, -sin)
+    plain_q, plain_k = (x[0] / (cos.square() + sin.square()) for x in back)
     k_matrix, k_shift = (x.double().repeat_interleave(2, 0) for x in (own.k_matrix, own.k_shift))
     width = q.shape[-1]
     features = (
-        (width**-0.25 * q @ own.q_matrix.double().mT + own.q_shift.double()[:, None]).relu() ** 2,
-        (width**-0.25 * k @ k_matrix.mT + k_shift[:, None]).relu() ** 2,
+        (width**-0.25 * plain_q @ own.q_matrix.double().mT + own.q_shift.double()[:, None]).relu()
+        ** 2,
+        (width**-0.25 * plain_k @ k_matrix.mT + k_shift[:, None]).relu() ** 2,
     )
     factor = what.layer.outside_logit.double().exp()[:, None, None] / math.sqrt(2 * width)
     scores = (q @ k.mT / math.sqrt(width)).exp()
@@ -221,7 +226,7 @@ def test_generation_of_many_tokens_keeps_its_memory_and_its_logits() -> None:
         for start in range(0, 400, 5):
             out = found(ids[:, start : start + 5], past_key_values=cache, use_cache=True)
             logits.append(out.logits)
-            sizes.append(cache_bytes(cache))
+            sizes.append(cache.nbytes)
         whole = found(ids, use_cache=False).logits
     assert len(set(sizes)) == 1
     torch.testing.assert_close(torch.cat(logits, 1), whole, rtol=1e-3, atol=1e-3)

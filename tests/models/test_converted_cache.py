@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +13,16 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache
 
+import softmax_rnn as sr
 from converted_families import (
     IDS,
     LEFT,
     converted,
+    source,
 )
 from softmax_rnn.models.cache import state_bytes
 from softmax_rnn.models.converted_cache import StateLayer
-from test_modeling import GREEDY, HYBRID
+from test_modeling import GREEDY, HYBRID, build
 
 
 @pytest.mark.parametrize("layers", [None, [1]], ids=["all", "one"])
@@ -69,10 +73,72 @@ def test_caches_that_hold_too_little_are_refused() -> None:
     model = converted("Llama", "both_gates")
     cache = DynamicCache(config=model.config)
     model(IDS, past_key_values=cache)
-    with pytest.raises(ValueError, match="does not hold the gates or decays of earlier tokens"):
+    with pytest.raises(ValueError, match="does not hold the gates, decays or unrotated keys of"):
         model(IDS, past_key_values=cache)
     static = {**GREEDY, "cache_implementation": "static", "disable_compile": True}
     expected = converted("Llama", "gate").generate(IDS, **GREEDY)
     assert torch.equal(converted("Llama", "gate").generate(IDS, **static), expected)
     with pytest.raises(ValueError, match=r"StaticLayer has unused keys.*use model.new_cache"):
         converted("Llama", "window:5").generate(IDS, **static)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "grows"),
+    [
+        *(("own", name, False) for name in ("taylor:2", "lolcats:3", "window_state:3+decay")),
+        *(("Llama", name, False) for name in ("taylor:2", "lolcats:3", "window:3")),
+        ("Mistral", "lolcats:3", False),
+        *(("Llama", name, True) for name in ("both_gates", {1: "window_state:3"})),
+    ],
+)
+@torch.no_grad()
+def test_the_obvious_call_makes_the_models_own_cache(
+    kind: str, name: object, grows: bool, tmp_path: Path
+) -> None:
+    """As ``new_cache()``; one interface for our own models and converted ones."""
+    model = build(name) if kind == "own" else converted(kind, name)
+    ids, shown = torch.cat((IDS, IDS), 1), torch.cat((LEFT, torch.ones_like(LEFT)), 1)
+    shown[0, 7:11] = 0  # padding in between, which a window forgets
+    place = torch.cumsum(shown, 1).sub(1).clamp(min=0)
+
+    def step(start: int, stop: int, cache: object) -> Any:
+        given = {"attention_mask": shown[:, :stop], "position_ids": place[:, start:stop]}
+        return model(ids[:, start:stop], past_key_values=cache, use_cache=True, **given)
+
+    out = step(0, 12, None)
+    cache = out.past_key_values
+    assert type(cache) is type(model.new_cache()) is sr.RecurrentCache
+    size = cache.nbytes
+    out = step(12, 14, cache)
+    assert out.past_key_values is cache
+    assert (cache.nbytes > size) is grows
+    cache.save(tmp_path / "cache.safetensors")
+    restored = sr.RecurrentCache.load(tmp_path / "cache.safetensors")
+    assert [type(layer) for layer in restored.layers] == [type(layer) for layer in cache.layers]
+    assert (restored.nbytes, restored.get_seq_length()) == (cache.nbytes, 14)
+    found = [step(14, 17, each).logits for each in (cache, restored)]
+    assert torch.equal(*found)
+    whole = model(ids, attention_mask=shown, position_ids=place, use_cache=False).logits
+    torch.testing.assert_close(found[0], whole[:, 14:17], rtol=1e-4, atol=1e-4)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 2]))
+    restored.reorder_cache(torch.tensor([0, 1]))
+    assert torch.equal(*[step(17, 19, each).logits for each in (cache, restored)])
+    cache.reset()
+    assert (cache.nbytes, cache.get_seq_length()) == (0, 0)
+    with pytest.raises(ValueError, match="is empty"):
+        cache.save(tmp_path / "empty.safetensors")
+
+
+def test_only_the_obvious_call_makes_it() -> None:
+    """Nothing else changes: what a call without ``use_cache`` returns, or with a cache given."""
+    model = converted("Llama", "taylor:2")
+    assert type(model(IDS).past_key_values) is DynamicCache
+    assert model(IDS, use_cache=False).past_key_values is None
+    given = DynamicCache(config=model.config)
+    assert model(IDS, past_key_values=given, use_cache=True).past_key_values is given
+    by_place = model(IDS, None, None, None, None, None, True)
+    assert type(by_place.past_key_values) is sr.RecurrentCache
+    plain = converted("Llama", "softmax")
+    assert type(plain(IDS, use_cache=True).past_key_values) is DynamicCache
+    assert inspect.signature(model.forward) == inspect.signature(source("Llama").forward)

@@ -10,9 +10,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 
-from softmax_rnn.models.converted_cache import KeyValueLayer, StateLayer
+from softmax_rnn.models.cache import cache_bytes
 
 _TOKENS = 8  # that are decoded after each prompt
 
@@ -54,17 +54,3 @@ def decoding_costs(
         rows.append({"tokens": length, "cache_bytes": size, "tokens_per_second": rate})
         progress(sum(row["tokens"] for row in rows) / sum(lengths))
     return pd.DataFrame(rows)
-
-
-def cache_bytes(cache: Cache) -> int:
-    """The size of a cache's tensors."""
-    return sum(_layer_bytes(layer) for layer in cache.layers)
-
-
-def _layer_bytes(layer: object) -> int:
-    if isinstance(layer, StateLayer):
-        return 0 if layer.state is None else layer.state.nbytes
-    if isinstance(layer, KeyValueLayer):
-        return sum(x.nbytes for x in layer.held.values())
-    found = (getattr(layer, name, None) for name in ("keys", "values"))
-    return sum(x.nbytes for x in found if isinstance(x, Tensor))

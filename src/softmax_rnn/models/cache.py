@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,20 +29,28 @@ from softmax_rnn.ops.state import State
 class RecurrentCache(Cache):
     """One :class:`State` per layer instead of keys and values.
 
-    For models whose attention is a finite series without a clamp. ``SoftmaxRNNForCausalLM``'s
-    ``generate`` uses one by default, unless its states are larger than the model. For a short
-    text, a key/value cache is smaller and faster (``cache_implementation="dynamic"``).
+    For models whose attention is a finite series without a clamp. Our own models and converted ones
+    make one by default (``new_cache()``), in ``generate`` and for ``use_cache=True``, unless the
+    states are larger than the model. That of a converted model has layers of keys and values where
+    an attention has no state. For a short text, a key/value cache is smaller and faster
+    (``cache_implementation="dynamic"``).
 
     Args:
         static: update the states in place, for steps by ``torch.compile``, which are then compiled
             once. Where transformers compiles, as on a GPU, ``generate`` does so by itself.
+        layers: those of a converted model, by its ``new_cache()``; by default, states are added as
+            layers need them.
 
     Example:
+        >>> out = model(ids, use_cache=True)
+        >>> out.past_key_values.nbytes
+        26640
         >>> out = model.generate(ids, past_key_values=RecurrentCache(), max_new_tokens=100)
     """
 
-    def __init__(self, static: bool = False) -> None:
-        super().__init__(layer_class_to_replicate=RecurrentLayer)
+    def __init__(self, static: bool = False, layers: list[Any] | None = None) -> None:
+        kind = {"layer_class_to_replicate": RecurrentLayer} if layers is None else {}
+        super().__init__(layers=layers, **kind)
         self.static = static
 
     @property
@@ -57,21 +66,29 @@ class RecurrentCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, for any length of the sequence."""
-        return sum(layer.state.nbytes for layer in self.layers if layer.state is not None)
+        """Size in bytes; that of states is the same for any length of the sequence."""
+        return cache_bytes(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the states to a safetensors file."""
+        """Write the states, keys and values to a safetensors file.
+
+        Raises:
+            ValueError: before the first tokens, and for layers of a family's own kind.
+        """
         path = Path(path)
         if not self.layers:
             raise ValueError("The cache is empty.")
         tensors, states = {}, []
         for index, layer in enumerate(self.layers):
-            if layer.state is None:
+            kind = next((name for name, found in LAYERS.items() if type(layer) is found), None)
+            if kind is None:
+                raise ValueError(f"A {type(layer).__name__}, layer {index}, cannot be saved.")
+            found, fields = layer.saved()
+            if not found:
                 raise ValueError(f"Layer {index} of the cache is empty.")
-            for name, tensor in layer.state.tensors.items():
+            for name, tensor in found.items():
                 tensors[f"{index}.{name}"] = tensor.detach().contiguous()
-            states.append({"spec": layer.state.spec.to_dict(), "tokens": int(layer.state.tokens)})
+            states.append({"layer": kind, **fields})
         with file_aside(path) as aside:
             save_file(tensors, aside, metadata={"states": json.dumps(states)})
 
@@ -79,12 +96,12 @@ class RecurrentCache(Cache):
     def load(
         cls, path: str | os.PathLike[str], device: torch.device | str = "cpu", static: bool = False
     ) -> RecurrentCache:
-        """Read what :meth:`save` has written.
+        """Read what :meth:`save` has written; ``static`` is for states of our own models.
 
         Raises:
             ValueError: for any other file, or one that is damaged.
         """
-        cache = cls(static)
+        layers: list[Any] = []
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 tensors: dict[int, dict[str, Tensor]] = {}
@@ -92,15 +109,13 @@ class RecurrentCache(Cache):
                     index, _, name = key.partition(".")
                     tensors.setdefault(int(index), {})[name] = file.get_tensor(key)
                 for index, state in enumerate(json.loads((file.metadata() or {})["states"])):
-                    spec = AttentionSpec.from_dict(state["spec"])
-                    loaded = State.from_tensors(spec, state["tokens"], tensors[index])
-                    loaded.check_magnitudes()
-                    cache.layer(index).state = loaded
+                    kind = LAYERS[state.get("layer", "state")]
+                    layers.append(kind.restored(tensors[index], state, static))
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} is not what RecurrentCache.save wrote: {type(error).__name__}: {error}"
             ) from error
-        return cache
+        return cls(static, layers)
 
 
 class RecurrentLayer(CacheLayerMixin):
@@ -153,6 +168,26 @@ class RecurrentLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # its name in older versions of transformers
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the state in bytes."""
+        return 0 if self.state is None else self.state.nbytes
+
+    def saved(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors, and the rest as plain data; nothing before the first tokens."""
+        if self.state is None:
+            return {}, {}
+        fields = {"spec": self.state.spec.to_dict(), "tokens": int(self.state.tokens)}
+        return self.state.tensors, fields
+
+    @classmethod
+    def restored(cls, tensors: dict[str, Tensor], fields: dict[str, Any], static: bool) -> Self:
+        """The layer of which :meth:`saved` has returned these."""
+        layer, spec = cls(static), AttentionSpec.from_dict(fields["spec"])
+        layer.state = State.from_tensors(spec, fields["tokens"], tensors)
+        layer.state.check_magnitudes()
+        return layer
+
     def reset(self) -> None:
         """Delete the state."""
         self.state = None
@@ -176,6 +211,25 @@ class RecurrentLayer(CacheLayerMixin):
         if self.state is not None:
             rows = torch.arange(len(self.state.visible), device=self.state.visible.device)
             self.state = self.state.select(rows.repeat_interleave(repeats))
+
+
+# The layers that a saved cache may have, by their names in the file.
+LAYERS: dict[str, Any] = {"state": RecurrentLayer}
+# Where layers of transformers' caches have their tensors, or lists of them.
+_TENSORS = ("keys", "values", "conv_states", "recurrent_states")
+
+
+def cache_bytes(cache: Cache) -> int:
+    """The size of a cache's tensors, of any kind."""
+    return sum(_layer_bytes(layer) for layer in cache.layers)
+
+
+def _layer_bytes(layer: Any) -> int:
+    if type(layer) in LAYERS.values():
+        return int(layer.nbytes)
+    found: list[Any] = [getattr(layer, name, None) for name in _TENSORS]
+    lists: list[list[Any]] = [list(x) if isinstance(x, list | tuple) else [x] for x in found]
+    return sum(x.nbytes for x in itertools.chain(*lists) if isinstance(x, Tensor))
 
 
 def recurrent_bytes(config: Any, dtype: torch.dtype, batch: int = 1) -> int | None:

@@ -18,7 +18,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -26,11 +31,11 @@ from transformers.conversion_mapping import (
 from transformers.models.auto import modeling_auto
 
 from softmax_rnn._utils.errors import shown
-from softmax_rnn.models.cache import state_bytes
+from softmax_rnn.models.cache import RecurrentCache, state_bytes
 from softmax_rnn.models.converted_cache import KeyValueLayer, StateLayer
 from softmax_rnn.models.converted_layer import CONVERTED, ConvertedLayer
 from softmax_rnn.models.converted_record import ConvertedAttention
-from softmax_rnn.models.generation import OwnCacheGeneration
+from softmax_rnn.models.generation import OwnCacheGeneration, with_own_cache
 from softmax_rnn.models.initialization import reset_unloaded
 from softmax_rnn.ops.dispatch import FORMS, forms
 
@@ -161,26 +166,31 @@ class ConvertedModel(PreTrainedModel):
         super().set_attn_implementation(CONVERTED)
 
     def new_cache(self) -> Cache:
-        """An empty cache for this model.
+        """An empty cache for this model, also that of ``generate`` and ``use_cache=True``.
 
         A layer with a finite series has a state, unless the states exceed the model; one with a
-        window holds its last keys. The other layers are those of transformers' ``DynamicCache``.
+        window holds its last keys, and every other one all keys. If no layer has anything of its
+        own, it is transformers' ``DynamicCache``.
         """
         records = self.config.converted_layers
-        layers: list[Any] = DynamicCache(config=self.config).layers
+        usual = DynamicCache(config=self.config)
+        layers: list[Any] = list(usual.layers)
         sizes = {record.index: _state_bytes(record, self.dtype) for record in records}
         total = sum(size or 0 for size in sizes.values())
         large = total > self.num_parameters() * self.dtype.itemsize
+        any_own = False
         for record in records:
-            spec = record.spec
+            spec, has_state = record.spec, sizes[record.index] is not None and not large
             windows = [x for x in (spec.hiding_window, record.sliding_window) if x]
-            gates = spec.input_gate or spec.decay in ("token", "channel")
-            if sizes[record.index] is not None and not large:
+            gated = spec.input_gate or spec.decay in ("token", "channel")
+            own = gated or record.options.map_before_rotary or bool(spec.hiding_window)
+            if has_state:
                 layers[record.index] = StateLayer()
-            elif gates or spec.hiding_window:
+            elif own or type(layers[record.index]) in (DynamicLayer, DynamicSlidingWindowLayer):
                 window = min(windows) if windows and not spec.global_keys else None
                 layers[record.index] = KeyValueLayer(window)
-        return Cache(layers=layers)
+            any_own |= own or has_state
+        return RecurrentCache(layers=layers) if any_own else usual
 
 
 def _state_bytes(record: ConvertedAttention, dtype: torch.dtype) -> int | None:
@@ -219,6 +229,8 @@ def _model_class(source: Any, family: Any) -> Any:
 
     class Converted(ConvertedModel, *own, source):  # type: ignore[misc]
         config_class = converted_config(family)
+        if own:
+            forward = with_own_cache(source.forward)
 
     _named(Converted, source)
     if family is not source.config_class:

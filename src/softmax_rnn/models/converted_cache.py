@@ -5,13 +5,15 @@ Masks are made for all tokens so far, whatever a layer holds: a layer takes the 
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from softmax_rnn.models.cache import RecurrentLayer
+from softmax_rnn.models.cache import LAYERS, RecurrentLayer
+from softmax_rnn.ops.padding import hidden_first, taken
 
 
 class StateLayer(RecurrentLayer):
@@ -29,7 +31,7 @@ class StateLayer(RecurrentLayer):
 
 
 class KeyValueLayer(CacheLayerMixin):
-    """Keys and values of the last tokens, with further channels for their gates and decays.
+    """Keys and values of the last tokens, with further channels for what belongs to them.
 
     Args:
         window: number of keys that a query sees; ``None`` for all.
@@ -44,23 +46,74 @@ class KeyValueLayer(CacheLayerMixin):
         self.window = window
         self.tokens = 0
         self.held: dict[str, Tensor] = {}
+        # [B, N] of the held tokens; None if they are the last ones as they came.
+        self.shown: Tensor | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add tokens; the keys and values that they can see, and their own."""
+        """Add tokens; the keys and values that they can see, and their own.
+
+        :meth:`forget` then drops those that no later token sees.
+        """
         self.tokens += key_states.shape[2]
         return self._extend("keys", key_states), self._extend("values", value_states)
 
-    def extend(self, gates: Tensor) -> Tensor:
-        """Add the gates [B, Hkv, T, N] of tokens, after :meth:`update` with their keys."""
-        return self._extend("gates", gates)
+    def extend(self, others: Tensor) -> Tensor:
+        """Add what belongs to keys [B, Hkv, T, N], such as gates, after :meth:`update`."""
+        return self._extend("others", others)
 
     def _extend(self, name: str, new: Tensor) -> Tensor:
         known = torch.cat((self.held[name], new), dim=2) if name in self.held else new
-        first = 0 if self.window is None else max(0, known.shape[2] - self.window + 1)
-        self.held[name] = known[:, :, first:]
+        self.held[name] = known
         return known
+
+    def mask(self, mask: Tensor | None, new: int) -> Tensor:
+        """The mask [B, 1, 1, S] of the held tokens: ``shown``, and the last ``new`` of a mask."""
+        assert self.shown is not None
+        rows = len(self.shown)
+        shown = self.shown.new_ones(rows, new) if mask is None else mask[:, 0, -1, -new:]
+        return torch.cat((self.shown, shown.expand(rows, -1)), dim=1)[:, None, None]
+
+    def forget(self, mask: Tensor | None) -> None:
+        """Drop the tokens that later ones do not see.
+
+        ``mask`` [B or 1, 1, 1, S] shows the tokens that count in the window; ``None`` for all.
+        """
+        if self.window is None:
+            return
+        known = self.held["keys"].shape[2]
+        shown = None if mask is None else mask[:, 0, 0].expand(len(self.held["keys"]), known)
+        order = None if shown is None else hidden_first(shown)
+        if shown is not None and order is not None:
+            self.held = {name: taken(x, order) for name, x in self.held.items()}
+            self.shown = taken(shown, order, dim=1)
+        elif self.shown is not None:
+            self.shown = shown
+        first = max(0, known - self.window + 1)
+        self.held = {name: x[:, :, first:] for name, x in self.held.items()}
+        self.shown = None if self.shown is None else self.shown[:, first:]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return sum(x.nbytes for x in self._tensors().values())
+
+    def saved(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors, and the rest as plain data."""
+        return self._tensors(), {"window": self.window, "tokens": self.tokens}
+
+    @classmethod
+    def restored(cls, tensors: dict[str, Tensor], fields: dict[str, Any], static: bool) -> Self:
+        """The layer of which :meth:`saved` has returned these."""
+        layer, held = cls(fields["window"]), dict(tensors)
+        layer.tokens, layer.shown, layer.held = fields["tokens"], held.pop("shown", None), held
+        if static or not {type(layer.tokens), type(layer.window)} <= {int, type(None)}:
+            raise ValueError(f"keys and values cannot be static={static}, {fields}")
+        return layer
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return self.held if self.shown is None else {**self.held, "shown": self.shown}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the first tokens create the tensors."""
@@ -81,7 +134,7 @@ class KeyValueLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Delete everything."""
-        self.tokens, self.held = 0, {}
+        self.tokens, self.held, self.shown = 0, {}, None
 
     def crop(self, *_: Any) -> NoReturn:
         """Raise an error: a window does not hold the keys that would become visible again."""
@@ -92,10 +145,46 @@ class KeyValueLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select rows of the batch, for beam search."""
-        self.held = {name: x[beam_idx.to(x.device)] for name, x in self.held.items()}
+        self._select(lambda x: x[beam_idx.to(x.device)])
 
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
-        self.held = {name: x.repeat_interleave(repeats, dim=0) for name, x in self.held.items()}
+        self._select(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def _select(self, rows: Callable[[Tensor], Tensor]) -> None:
+        self.held = {name: rows(x) for name, x in self.held.items()}
+        self.shown = None if self.shown is None else rows(self.shown)
+
+
+def with_earlier(
+    new: Iterable[Tensor | None], key: Tensor, tokens: int, layer: Any
+) -> list[Tensor | None]:
+    """What belongs to keys [B, Hkv, S, D], of the last ``tokens`` and of the earlier ones.
+
+    ``new`` are tensors of the last ones, [B, Hkv, T] or [B, Hkv, T, N]. With a state there are no
+    others; a :class:`KeyValueLayer` holds the earlier ones.
+
+    Raises:
+        ValueError: for a layer of another cache, which does not hold them.
+    """
+    new = list(new)
+    given = [x for x in new if x is not None]
+    if not given or isinstance(layer, StateLayer):
+        return new
+    flat = [x.reshape(*key.shape[:2], tokens, -1) for x in given]
+    joined = torch.cat(flat, dim=-1)
+    if isinstance(layer, KeyValueLayer):
+        joined = layer.extend(joined)
+    elif key.shape[2] != tokens:
+        raise ValueError(
+            f"A {type(layer).__name__} does not hold the gates, decays or unrotated keys of "
+            "earlier tokens: give past_key_values=model.new_cache(), or use_cache=False."
+        )
+    parts = iter(joined.split([x.shape[-1] for x in flat], dim=-1))
+    every = [(x, None if x is None else next(parts)) for x in new]
+    return [y[..., 0] if x is not None and y is not None and x.ndim == 3 else y for x, y in every]
+
+
+LAYERS.update(converted_state=StateLayer, keys_and_values=KeyValueLayer)

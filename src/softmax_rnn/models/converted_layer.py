@@ -18,13 +18,14 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
-from softmax_rnn.models.converted_cache import KeyValueLayer, StateLayer
+from softmax_rnn.models.converted_cache import KeyValueLayer, StateLayer, with_earlier
 from softmax_rnn.models.converted_record import ConvertedAttention
 from softmax_rnn.models.masks import full_mask, mask_of_family
+from softmax_rnn.models.rotations import unrotated
 from softmax_rnn.ops.layer_core import AttentionCore, Mapped, Projected
 from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.operation import attention
-from softmax_rnn.ops.validation import require_first_keys
+from softmax_rnn.ops.validation import is_per_key, require_first_keys
 
 CONVERTED = "softmax_rnn_converted"  # the attention's name in transformers, and the model type
 PROBE = "softmax_rnn_probe"  # an attention that notes its calls, while a model is examined
@@ -45,6 +46,7 @@ class _Inputs(NamedTuple):
 
     hidden_states: Tensor
     cache: Cache | None
+    position_embeddings: Any = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,10 +115,20 @@ class ConvertedLayer(AttentionCore):
         self, query: Tensor, key: Tensor, value: Tensor, inputs: _Inputs, cache: Any = None
     ) -> Projected:
         """What the operation takes; arguments as in :meth:`forward`, with this layer's cache."""
+        tokens, unrotated_q, unrotated_k = query.shape[2], None, None
+        if self.options.map_before_rotary:
+            unrotated_q, unrotated_k = (
+                unrotated(x, inputs.position_embeddings, self.record.rotation)
+                for x in (query, key[:, :, key.shape[2] - tokens :])
+            )
         log_decay, gate = self.decay_and_gate(inputs.hidden_states, key.dtype)
-        log_decay, gate = self._with_earlier(log_decay, gate, key, query.shape[2], cache)
+        fixed = log_decay if log_decay is not None and log_decay.ndim == 1 else None
+        per_key = (None if fixed is not None else log_decay), gate, unrotated_k
+        log_decay, gate, unrotated_k = with_earlier(per_key, key, tokens, cache)
+        log_decay = log_decay if fixed is None else fixed
         state = cache.state if isinstance(cache, StateLayer) else None
-        q, k, *outside = self._mapped(query, key, 0 if state is None else int(state.tokens))
+        start = 0 if state is None else int(state.tokens)
+        q, k, *outside = self._mapped(query, key, start, unrotated_q, unrotated_k)
         gated = value if gate is None else value * gate.unsqueeze(-1)
         ungated = value[:, :, value.shape[2] - query.shape[2] :]
         return Projected(q, k, gated, log_decay, ungated, None, *outside)
@@ -148,7 +160,7 @@ class ConvertedLayer(AttentionCore):
         cache = None
         if inputs.cache is not None and self.record.index < len(inputs.cache.layers):
             cache = inputs.cache.layers[self.record.index]
-        mask, causal = self._visible(mask, key, causal, cache)
+        mask, causal = self._visible(mask, query, key, causal, cache)
         device = query.device.type
         if torch.is_autocast_enabled(
             device
@@ -158,7 +170,11 @@ class ConvertedLayer(AttentionCore):
         visible = {"mask": mask, "causal": causal}
         what = Attending(self, query, key, value, inputs, sinks, visible)
         if self.substitute is None:
-            return self.converted(what, cache)
+            out = self.converted(what, cache)
+            if isinstance(cache, KeyValueLayer):
+                of_keys = mask is not None and is_per_key(mask) and not self.record.sliding_window
+                cache.forget(mask if of_keys and self.spec.hiding_window else None)
+            return out
         if isinstance(cache, StateLayer | KeyValueLayer) or key.shape[2] != query.shape[2]:
             raise ValueError(
                 "A converted attention can be substituted only without a cache: use_cache=False."
@@ -179,7 +195,7 @@ class ConvertedLayer(AttentionCore):
         return self.join(out).unflatten(-1, (out.shape[1], out.shape[3]))
 
     def _visible(
-        self, mask: Tensor | None, key: Tensor, causal: bool, cache: Any
+        self, mask: Tensor | None, query: Tensor, key: Tensor, causal: bool, cache: Any
     ) -> tuple[Tensor | None, bool]:
         """The mask for the keys at hand, and whether the operation has to hide later ones."""
         keys = key.shape[2]
@@ -191,6 +207,8 @@ class ConvertedLayer(AttentionCore):
                     "one, but with a decay or a window the newest key must be the last: use "
                     "model.new_cache()."
                 )
+        if isinstance(cache, KeyValueLayer) and cache.shown is not None:
+            mask = cache.mask(mask, query.shape[2])
         if mask is None:
             return None, causal
         if mask.dtype != torch.bool or mask.ndim != 4:
@@ -209,35 +227,21 @@ class ConvertedLayer(AttentionCore):
             return mask[:, :, :1], False
         return mask, self.spec.causal_only
 
-    def _with_earlier(
-        self, log_decay: Tensor | None, gate: Tensor | None, key: Tensor, tokens: int, cache: Any
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Log decays and gates of all keys; a cache of this package holds the earlier ones."""
-        fixed = log_decay is None or log_decay.ndim == 1
-        new = [x for x in (None if fixed else log_decay, gate) if x is not None]
-        if not new or isinstance(cache, StateLayer):
-            return log_decay, gate
-        # One channel per gate, after those of the decay.
-        joined = torch.cat([x.reshape(*x.shape[:2], tokens, -1) for x in new], dim=-1)
-        if isinstance(cache, KeyValueLayer):
-            joined = cache.extend(joined)
-        elif key.shape[2] != tokens:
-            raise ValueError(
-                f"A {type(cache).__name__} does not hold the gates or decays of earlier tokens: "
-                "give past_key_values=model.new_cache(), or use_cache=False."
-            )
-        if gate is not None:
-            gate = joined[..., -1]
-            joined = joined[..., :-1]
-        if fixed:
-            return log_decay, gate
-        return joined if self.spec.decay == "channel" else joined[..., 0], gate
-
-    def _mapped(self, query: Tensor, key: Tensor, start: int) -> Mapped:
+    def _mapped(
+        self,
+        query: Tensor,
+        key: Tensor,
+        start: int,
+        unrotated_q: Tensor | None,
+        unrotated_k: Tensor | None,
+    ) -> Mapped:
         """Queries and keys after the feature map; only differences of positions matter."""
         earlier = key.shape[2] - query.shape[2]
         positions = torch.arange(start, start + key.shape[2], device=key.device).unsqueeze(0)
-        mapped = self.map_features(F.pad(query, (0, 0, earlier, 0)), key, positions)
+        before = None
+        if unrotated_q is not None and unrotated_k is not None:
+            before = F.pad(unrotated_q, (0, 0, earlier, 0)), unrotated_k
+        mapped = self.map_features(F.pad(query, (0, 0, earlier, 0)), key, positions, before)
         far = mapped.outside_q
         if far is not None:
             far = far[:, :, earlier:]
@@ -260,7 +264,8 @@ def pass_inputs(
     hidden_states = args[0] if args else kwargs["hidden_states"]
     cache = next((x for x in given if isinstance(x, Cache)), None)
     cache = getattr(cache, "self_attention_cache", cache)  # of a decoder that could have an encoder
-    return args, {**kwargs, INPUTS: _Inputs(hidden_states, cache)}
+    positions = kwargs.get("position_embeddings")
+    return args, {**kwargs, INPUTS: _Inputs(hidden_states, cache, positions)}
 
 
 def attend(

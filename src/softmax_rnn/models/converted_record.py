@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from softmax_rnn._utils.errors import shown, unknown
+from softmax_rnn.models.rotations import NO_POSITIONS, ROTATIONS
 from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.spec import INVERSE_SQRT, AttentionSpec, Denominator
 
@@ -33,6 +34,9 @@ class ConvertedAttention:
         causal: whether a query sees no later key.
         sliding_window: the family's window, applied by its masks; ``None`` without one.
         sinks: whether the family has attention sinks, learned per head.
+        rotation: how the family rotates queries and keys, a key of
+            :data:`softmax_rnn.models.rotations.ROTATIONS`; known where the layer's feature map is
+            before rotary positions (``map_before_rotary``).
     """
 
     module: str
@@ -48,6 +52,7 @@ class ConvertedAttention:
     causal: bool = True
     sliding_window: int | None = None
     sinks: bool = False
+    rotation: str = NO_POSITIONS
 
     @property
     def options(self) -> LayerOptions:
@@ -79,6 +84,8 @@ class ConvertedAttention:
     def check(self) -> None:
         """Raise ``ValueError`` for an attention that the family's module cannot have."""
         spec, options = self.spec, self.options
+        if self.rotation not in ROTATIONS:
+            raise unknown("rotation of a converted layer", self.rotation, ROTATIONS)
         for name, value in _FAMILY_OPTIONS.items():
             if (found := getattr(options, name)) != value:
                 raise ValueError(

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from softmax_rnn.models.converted import converted_config, converted_model, register
-from softmax_rnn.models.converted_layer import Call, ConvertedLayer, inputs_of
+from softmax_rnn.models.converted_layer import PROBE, Call, ConvertedLayer, inputs_of
 from softmax_rnn.models.converted_record import ConvertedAttention
 from softmax_rnn.models.family_checks import (
     attached,
@@ -23,7 +23,9 @@ from softmax_rnn.models.family_checks import (
     check_return,
     check_softmax,
     examined,
+    implementation,
 )
+from softmax_rnn.models.rotation_probe import rotations
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.systems import Variant
 from softmax_rnn.ops.variants import resolve_layer
@@ -106,10 +108,11 @@ def _layers(
     if None in indices or len(set(indices)) < len(indices):
         indices = list(range(len(calls)))
     variants = _variants(attention, layers, layer_options, indices)
-    parts = [
-        ConvertedLayer(_record(model, call, index, variants[index]))
+    records = [
+        _record(model, call, index, variants[index])
         for call, index in zip(calls, indices, strict=True)
     ]
+    parts = [ConvertedLayer(record) for record in _with_rotations(model, calls, records)]
     for call, part in zip(calls, parts, strict=True):
         check_softmax(call, part.record)
         part.to(call.query.device, call.query.dtype).train(call.module.training)
@@ -148,6 +151,22 @@ def _record(model: PreTrainedModel, call: Call, index: int, variant: Variant) ->
         sliding_window=window,
         sinks=options.get("s_aux") is not None,
     )
+
+
+def _with_rotations(
+    model: PreTrainedModel, calls: list[Call], records: list[ConvertedAttention]
+) -> list[ConvertedAttention]:
+    """The records, with the rotations that feature maps before rotary positions need."""
+    chosen = [call.module for call, x in zip(calls, records, strict=True) if _unrotates(x)]
+    if not chosen:
+        return records
+    with implementation(model, PROBE):
+        found = iter(rotations(model, chosen))
+    return [dataclasses.replace(x, rotation=next(found)) if _unrotates(x) else x for x in records]
+
+
+def _unrotates(record: ConvertedAttention) -> bool:
+    return record.options.map_before_rotary
 
 
 def _forget_gguf(model: PreTrainedModel, config: Any) -> None:

@@ -1,7 +1,8 @@
-"""Generation with a cache of the model's own choice."""
+"""Generation and forward passes with a cache of the model's own choice."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,26 @@ _CHOOSE_A_CACHE = (
     *("past_key_values", "cache_implementation", "is_assistant"),
     *("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"),
 )
+
+
+def with_own_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's ``forward`` whose ``use_cache=True`` means the model's ``new_cache()``.
+
+    Only where no cache is given, and the argument itself is: ``use_cache`` of the configuration
+    would make training compute states.
+    """
+    names = list(inspect.signature(forward).parameters)
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if given.get("use_cache") and given.get("past_key_values") is None:
+            cache = args[0].new_cache()
+            if cache is not None:
+                return forward(**{**given, "past_key_values": cache})
+        return forward(*args, **kwargs)
+
+    return run
 
 
 class OwnCacheGeneration(GenerationMixin):

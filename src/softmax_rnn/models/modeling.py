@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import (
 from softmax_rnn.models.attention import LlamaAttention
 from softmax_rnn.models.cache import RecurrentCache, recurrent_bytes
 from softmax_rnn.models.configuration import MASKING, SoftmaxRNNConfig
-from softmax_rnn.models.generation import OwnCacheGeneration
+from softmax_rnn.models.generation import OwnCacheGeneration, with_own_cache
 from softmax_rnn.models.initialization import reset_unloaded
 from softmax_rnn.models.masks import causal_mask
 
@@ -92,10 +92,13 @@ class SoftmaxRNNForCausalLM(OwnCacheGeneration, SoftmaxRNNPreTrainedModel, Llama
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    forward = with_own_cache(LlamaForCausalLM.forward)
+
     def new_cache(self) -> Cache | None:
         """An empty cache: recurrent for a finite series, unless its states exceed the model.
 
-        ``None`` if a short convolution needs a recurrent one, but the series is not finite.
+        It is also that of ``generate`` and ``use_cache=True``. ``None`` if a short convolution
+        needs a recurrent one, but the series is not finite.
         """
         states = recurrent_bytes(self.config, self.dtype)
         convolved = self.config.options.short_convolution > 0

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from softmax_rnn.models import convert
 from softmax_rnn.models.converted import ConvertedModel
 from softmax_rnn.models.converted_layer import ConvertedLayer, converted_layers
+from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.training.config import ConversionConfig
 from softmax_rnn.training.lora import add_lora
 from softmax_rnn.training.opening import open_model
@@ -81,11 +82,11 @@ def check_length(model: PreTrainedModel, config: ConversionConfig) -> None:
 
 def _check_attention(model: ConvertedModel, config: ConversionConfig) -> None:
     """Raise ``ValueError`` unless the converted layers have the run's attention."""
-    wanted = config.spec.to_dict(), config.variant.options.to_dict()
+    wanted = config.spec, config.variant.options
     parts = [part for part in model.modules() if isinstance(part, ConvertedLayer)]
     for place, part in enumerate(parts):
         chosen = config.layers is None or place in config.layers
-        found = part.record.attention, part.record.layer_options
+        found = AttentionSpec.from_dict(part.record.attention), part.record.options
         if (chosen and found != wanted) or (not chosen and not part.is_source):
             raise ValueError(
                 f"{config.source} is converted already, with another attention in layer {place}: "

@@ -49,9 +49,7 @@ def suits(spec: AttentionSpec, q: Tensor, k: Tensor) -> bool:
     )
 
 
-def sums(
-    inputs: Columns, chunks: Chunks, out: Tensor, last: Tensor, kept: Tensor
-) -> None:
+def sums(inputs: Columns, chunks: Chunks, out: Tensor, last: Tensor, kept: Tensor) -> None:
     """Fill the sums, the state after all keys and the backward pass's states.
 
     The shapes are those of ``chunked``; those that are not needed are empty.

@@ -58,7 +58,10 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("parents", "factors", "out", "next", "found")),
         *((name, ctypes.c_void_p) for name in ("next_magnitudes", "next_largest")),
         *((name, ctypes.c_int64) for name in ("heads", "groups", "width", "values")),
-        *((name, ctypes.c_int64) for name in ("monomials", "rows", "map", "first", "powers", "threads")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("monomials", "rows", "map", "first", "powers", "threads")
+        ),
         ("scale", ctypes.c_double),
         ("guard", ctypes.c_double),
     )
