@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -63,20 +64,21 @@ def device() -> Iterator[str]:
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], None]]:
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], None]:
     """A process that has built nothing, and an empty cache; the function makes another one."""
     monkeypatch.setenv("SOFTMAX_RNN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(native_library.VARIABLE, raising=False)
     monkeypatch.setattr(native_library, "_failures", [])
+    for name in ("_loaded", "_compiler"):  # what this process has built is not lost
+        own = functools.cache(getattr(native_library, name).__wrapped__)
+        monkeypatch.setattr(native_library, name, own)
 
     def forget() -> None:
         native_library._failures.clear()
         native_library._loaded.cache_clear()
         native_library._compiler.cache_clear()
 
-    forget()
-    yield forget
-    forget()
+    return forget
 
 
 @pytest.fixture
