@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import softmax_rnn as sr
 from cases import WIDENED, Shape, assert_close, make_case
 from softmax_rnn.ops.layer_parts import ShortConvolution
+from strategies import specs
 from test_window import PER_TOKEN
 
 NAMES = [name for name, spec in WIDENED.items() if spec.window is not None]
@@ -107,3 +110,21 @@ def test_a_short_convolution_sees_no_padding() -> None:
             expected, last = convolution(x[row : row + 1, tokens], None, None)
             torch.testing.assert_close(found[row, tokens], expected[0])
             torch.testing.assert_close(earlier[row], last[0])
+
+
+@given(
+    spec=specs().filter(lambda spec: spec.window is not None),
+    shown=st.lists(st.booleans(), min_size=24, max_size=24).filter(any),
+    width=st.none() | st.just(5),
+)
+def test_any_padding_of_any_window(
+    spec: sr.AttentionSpec, shown: list[bool], width: int | None
+) -> None:
+    shape = Shape(1, 2, 1, 24, 24, width=4, value_width=3, outside_width=width)
+    case, tokens = make_case(spec, shape=shape), torch.tensor(shown)
+    given = {"mask": tokens[None, None, None], "padding": True}
+    alone = part(case.tensors, slice(None), tokens)
+    expected = sr.attention(spec=spec, **alone, form="dense")
+    for form in ("dense", "auto"):
+        found = sr.attention(spec=spec, **case.tensors, **given, form=form)[:, :, tokens]
+        assert_close({"out": found}, {"out": expected}, 1e-7, form)
