@@ -16,6 +16,7 @@ import softmax_rnn as sr
 from cases import WIDENED, Case, Shape, assert_close, make_case
 from quick import first_quick
 from softmax_rnn._utils import processes
+from softmax_rnn.ops import context_parallel
 from softmax_rnn.ops.context_parallel import context_parallel_attention, previous_tail
 
 LENGTH = 24  # of the sequence
@@ -66,6 +67,7 @@ def work(rank: int, count: int, path: Path) -> None:
             ):
                 found[name, masked, form] = one(name, masked, form, rank, count)
     found["tail"] = tail(rank)
+    found["before"] = {name: before(name, rank, count) for name in FADING}
     torch.save(found, path / f"{rank}.pt")
     distributed.destroy_process_group()
 
@@ -97,6 +99,17 @@ def tail(rank: int) -> tuple[Tensor, Tensor]:
     return found.detach(), x.grad
 
 
+FADING = ("taylor_token", "taylor_channel")
+
+
+def before(name: str, rank: int, count: int) -> dict[str, Tensor]:
+    """The tensors of the state before a process's keys."""
+    tensors = case_of(name, masked=False).tensors
+    given = {key: part(x, POSITIONS.get(key, 9), rank, count) for key, x in tensors.items()}
+    qkv = [given.pop(key) for key in "qkv"]
+    return context_parallel._state_before(*qkv, SPECS[name], None, "chunked", given, None).tensors
+
+
 @pytest.fixture(scope="module", params=first_quick([2, 4]))
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     count, path = request.param, tmp_path_factory.mktemp("ranks")
@@ -120,7 +133,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def test_outputs_and_gradients_are_those_of_one_process(results: Any) -> None:
     count = len(results)
-    keys = [key for key in results[0] if key != "tail"]
+    keys = [key for key in results[0] if isinstance(key, tuple)]
     assert {name for name, *_ in keys} == {*SPECS}
     assert {form for *_, form in keys} == {"auto", "chunked", "dense"}
     for name, masked, form in keys:
@@ -133,6 +146,18 @@ def test_outputs_and_gradients_are_those_of_one_process(results: Any) -> None:
             # The gradient of a parameter is the sum of what each process finds.
             joined[key] = torch.cat(pieces, dim) if whole.ndim > dim else sum(pieces)
         assert_close(joined, expected, 1e-10, f"{name}, masked={masked}, {form}, {count} processes")
+
+
+def test_magnitudes_are_passed_as_the_sums_are(results: Any) -> None:
+    for name in FADING:
+        tensors = case_of(name, masked=False).tensors
+        length = tensors["k"].shape[2]
+        for rank, found in enumerate(results):
+            past = slice(length * rank // len(results))
+            given = {key: x[:, :, past] if key in POSITIONS else x for key, x in tensors.items()}
+            qkv = [given.pop(key) for key in "qkv"]
+            _, state = sr.attention(*qkv, SPECS[name], return_state=True, **given)
+            torch.testing.assert_close(found["before"][name], state.tensors)
 
 
 def test_the_tail_of_the_process_before(results: Any) -> None:
