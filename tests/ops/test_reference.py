@@ -118,7 +118,7 @@ def test_the_general_formula_and_every_form_give_the_equation(name: str) -> None
 @pytest.mark.parametrize("name", WIDENED)
 def test_dense_is_the_general_formula(name: str) -> None:
     """Decays, polynomials, windows and sinks, with the gradient of every argument."""
-    shape = Shape(heads=2, kv_heads=1, queries=11, keys=13, width=3, value_width=2)
+    shape = Shape(1, heads=2, kv_heads=1, queries=11, keys=13, width=3, value_width=2)
     for mask in MASKS:
         # Where each row or head sees other keys, all weights of a row may underflow.
         for decay in (0.1, 100.0)[: 1 if mask in ("heads", "full") else 2]:
