@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import softmax_rnn as sr
 from softmax_rnn.ops.norms import unit
 
 
@@ -71,3 +72,17 @@ def test_compiled_it_is_one_graph_and_the_same() -> None:
     torch.testing.assert_close(compiled(x), unit(x))
     found, expected = (torch.autograd.grad(f(x), x, upstream) for f in (compiled, unit))
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_a_row_of_zeros_beside_large_scores_has_gradients(norm: str) -> None:
+    """The epsilon, in units of the row's largest weight, is then the smallest number there is."""
+    spec = sr.AttentionSpec(denominator="length", norm=norm)
+    for dtype, size in ((torch.float32, 5.0), (torch.float64, 17.0)):
+        x = torch.full((1, 1, 3, 4), size, dtype=dtype)
+        v = torch.zeros(1, 1, 3, 4, dtype=dtype, requires_grad=True)
+        for form in sr.forms(spec):
+            out = sr.attention(x, x, v, spec, form=form)
+            (grad,) = torch.autograd.grad(out[..., 0].sum(), v)
+            assert not out.any(), form
+            assert grad.isfinite().all(), form

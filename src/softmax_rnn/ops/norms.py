@@ -36,7 +36,8 @@ def normalized(
         # The scale affects a norm only through the epsilon, which is divided by the squared scale.
         eps = eps * (-2 * log_scale).exp().unsqueeze(-1)
         eps = eps.clamp(min=torch.finfo(eps.dtype).tiny)  # a row of zeros stays zero
-    x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    # Not a product with rsqrt, whose derivative is its cube and overflows beside a row of zeros.
+    x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
     if weight is not None:
         x = x * weight.to(x.dtype)
     return x if bias is None else x + bias.to(x.dtype)

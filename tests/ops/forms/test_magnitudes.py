@@ -214,7 +214,9 @@ def test_triton_reads_the_same_noise(decay: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("width", [8, 64])
-@pytest.mark.parametrize("name", ["power:1", "power:2", "taylor:1", "taylor:2", "taylor:4", "taylor:6"])
+@pytest.mark.parametrize(
+    "name", ["power:1", "power:2", "taylor:1", "taylor:2", "taylor:4", "taylor:6"]
+)
 def test_ordinary_sums_are_above_their_noise(name: str, width: int) -> None:
     """Sums over normal keys: none of those that cannot cross zero, and hardly any of the others."""
     family, _, order = name.partition(":")
@@ -229,5 +231,5 @@ def test_ordinary_sums_are_above_their_noise(name: str, width: int) -> None:
         scale = spec.score_scale(width)
         noise, _ = magnitudes.read_noise(columns, None, weights, False, 16, scale)
         lost = (total.abs() < noise).double().mean()
-        print(name,width,size,tokens,float(lost), float((noise/total.abs()).median()))
+        print(name, width, size, tokens, float(lost), float((noise / total.abs()).median()))
         assert lost <= (0 if spec.sign_definite else 1e-3)
