@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -237,6 +238,21 @@ def test_the_size_of_a_key_value_cache(name: str) -> None:
     model(torch.ones(2, 7, dtype=torch.long), past_key_values=cache)
     found = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert found == key_value_bytes(model.config, torch.float32, 7, batch=2)
+
+
+def test_a_file_of_an_earlier_version_has_no_magnitudes(tmp_path: Path) -> None:
+    model, path = build("taylor:2"), tmp_path / "cache.safetensors"
+    cache = sr.RecurrentCache()
+    model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    cache.save(path)
+    restored = sr.RecurrentCache.load(path)
+    for name, x in cache.layers[0].state.tensors.items():
+        assert torch.equal(restored.layers[0].state.tensors[name], x)
+    for layer in cache.layers:
+        layer.state = dataclasses.replace(layer.state, magnitudes=None, largest=None)
+    cache.save(path)
+    with pytest.raises(ValueError, match="saved by earlier versions have none"):
+        sr.RecurrentCache.load(path)
 
 
 def test_older_transformers_ask_by_another_name() -> None:

@@ -148,15 +148,8 @@ def test_the_operator() -> None:
     draw, spec = torch.Generator().manual_seed(0), sr.variant("taylor:2")
     q, k, v = (normal(draw, 2, heads, 1, 4) for heads in (4, 2, 2))
     _, state = sr.attention(q, k, v, spec, return_state=True)
-    arguments = (
-        q,
-        k,
-        v,
-        [*state.tensors.values()],
-        None,
-        torch.tensor(1),
-        *decoding.Weights.of(spec, 4),
-    )
+    given = q, k, v, [*state.tensors.values()], None, torch.tensor(1)
+    arguments = *given, *decoding.Weights.of(spec, 4)
     library.opcheck(torch.ops.softmax_rnn.token, arguments)
 
 

@@ -103,9 +103,8 @@ def _pass(run: Callable[[], RowSums], spec: AttentionSpec, data: Inputs, both: b
         check_sums(sums, spec, None, data, data[1], None)
         out = sums.numerator
         if sums.weight_sum is not None:
-            out = out / row_sum(sums, spec, largest_values(data[2], None, None), None)[0].unsqueeze(
-                -1
-            )
+            largest = largest_values(data[2], None, None)
+            out = out / row_sum(sums, spec, largest, None)[0].unsqueeze(-1)
         torch.autograd.grad(out, data, torch.ones_like(out))
 
 

@@ -31,8 +31,8 @@ def row_sum(
     """The denominator ``D`` [B, H, T], and ``r <= 0`` or ``None`` for 0; ``sink`` is [H].
 
     ``largest`` [B, Hkv] are the largest absolute values, if the row sum is :func:`guarded`. The
-    quotient is ``numerator / D * exp(r)``. Only specs with a norm have an ``r``. A row sum below its
-    rounding error is set to that error: it is noise, and so is its numerator.
+    quotient is ``numerator / D * exp(r)``. Only specs with a norm have an ``r``. A row sum below
+    its rounding error is set to that error: it is noise, and so is its numerator.
     """
     rule, scale = spec.row_sum, sums.log_scale
     assert rule is not None

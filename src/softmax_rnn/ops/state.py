@@ -56,8 +56,8 @@ class State:
             spec has a row sum; [B, Hkv, E or E + 1, monomials]. The dtype is float64 for float64
             inputs, otherwise float32. In float32, sums stop growing after about 2^24 = 16.8 million
             tokens.
-        magnitudes: ``sum_s |k_sd|^n`` for the powers n > 0 of the spec and the channels d, which fade
-            as the sums do: their rounding errors follow from what was added
+        magnitudes: ``sum_s |k_sd|^n`` for the powers n > 0 of the spec and the channels d, which
+            fade as the sums do: their rounding errors follow from what was added
             (``forms/magnitudes.py``); [B, Hkv, powers, D]. ``None`` if no row sum can cancel.
         largest: the largest absolute value so far, after its gate, [B, Hkv]; beside magnitudes.
         visible: number of visible keys so far, for the length denominators; [B], int64.

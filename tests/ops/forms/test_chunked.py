@@ -147,7 +147,7 @@ def test_the_operators_are_well_formed(causal: bool) -> None:
     state = torch.randn(2, 4, state_rows(SPECS["taylor"], 3))
     for before in (None, state.requires_grad_()):
         inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), before)
-        plan = ("taylor", 2, None, "none", True, causal, CHUNK, before is not None, True)
+        plan = ("taylor", 2, None, "none", causal, CHUNK, before is not None, True)
         for loops in ("torch", "native") if native_library.possible() else ("torch",):
             arguments = (*inputs, None, None, *plan, loops, 1.0, "")
             library.opcheck(torch.ops.softmax_rnn.chunked_sums, arguments)
@@ -160,7 +160,7 @@ def test_the_operators_are_well_formed_with_decays_and_coefficients(decay: str) 
     log_decay = -torch.rand(2, 3 if decay == "channel" else 1, 50, dtype=torch.float64)
     inputs = (q, k, v, state, log_decay, torch.randn(2, 2, 3))
     inputs = [x.requires_grad_() for x in inputs]
-    plan = ("polynomial", 2, None, decay, True, True, CHUNK, True, True, "torch", 1.0, "")
+    plan = ("polynomial", 2, None, decay, True, CHUNK, True, True, "torch", 1.0, "")
     library.opcheck(torch.ops.softmax_rnn.chunked_sums, (*inputs, *plan))
 
 

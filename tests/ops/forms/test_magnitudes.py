@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, library
 
 import softmax_rnn as sr
 from cancellation import CANCELLING, exact
@@ -25,7 +25,7 @@ from softmax_rnn.ops.forms.dense import dense
 from strategies import coefficients
 
 # Over so many tokens, rounding errors add up to at most this many of `Exact.rounding`.
-LONGEST, ERRORS = 96, 64.0
+LONGEST, ERRORS = 64, 64.0
 EPS = torch.finfo(torch.float32).eps
 # `tokens` and `calls` decode: one token in PyTorch's operations, and in one call of C++.
 ENGINES = ("torch", "native", "recurrent", "tokens", "calls")
@@ -35,12 +35,12 @@ ENGINES = ("torch", "native", "recurrent", "tokens", "calls")
 def computed_by(engine: str) -> Iterator[None]:
     """In chunks of 16 tokens."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(module, "chunk_length", lambda *_: 16))
+        stack.enter_context(mock.patch.object(module, "chunk_length", return_value=16))
         if engine in ("torch", "triton"):
-            stack.enter_context(mock.patch.object(module, "_loops", lambda *_: engine))
+            stack.enter_context(mock.patch.object(module, "_loops", return_value=engine))
         stack.enter_context(mock.patch.object(native_library, "LEAST_TOKENS", 1))
         if engine != "calls":
-            stack.enter_context(mock.patch.object(decoding, "after_state", lambda *_: None))
+            stack.enter_context(mock.patch.object(decoding, "after_state", return_value=None))
         yield
 
 
@@ -98,18 +98,18 @@ def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: sr.AttentionSpec, 
 
 
 @given(
-    series=st.sampled_from(["power", "taylor", "fixed", "learned"]),
-    order=st.integers(1, 4),
+    series=st.sampled_from(["power", "power", "taylor", "fixed", "learned"]),
+    order=st.sampled_from([1, 3, 2, 4]),
     fixed=coefficients(),
-    decay=st.sampled_from(["none", "none", "token", "channel"]),
+    decay=st.sampled_from(["none", "none", "none", "token", "channel"]),
     speed=st.sampled_from([1e-3, 0.1, 3.0]),
-    feature_map=st.sampled_from(["identity", "identity", "cosine", "relu"]),
-    denominator=st.sampled_from(["sum", "sum", "sum_plus_one"]),
+    feature_map=st.sampled_from(["identity", "identity", "identity", "cosine", "relu"]),
+    denominator=st.sampled_from(["sum", "sum", "sum", "sum_plus_one"]),
     keys=st.sampled_from(list(CANCELLING)),
     size=st.sampled_from([0.3, 1.0, 5.0]),
     width=st.sampled_from([1, 4, 9]),
     group=st.sampled_from([1, 2]),
-    length=st.integers(2, LONGEST),
+    half=st.integers(1, LONGEST // 2),
     cuts=st.lists(st.integers(1, LONGEST - 1), max_size=2, unique=True),
     causal=st.booleans(),
     engine=st.sampled_from(ENGINES),
@@ -127,7 +127,7 @@ def test_keys_that_cancel(
     size: float,
     width: int,
     group: int,
-    length: int,
+    half: int,
     cuts: list[int],
     causal: bool,
     engine: str,
@@ -141,19 +141,19 @@ def test_keys_that_cancel(
         decay=decay,
         denominator=denominator,
     )
-    draw = torch.Generator().manual_seed(seed)
+    draw, length = torch.Generator().manual_seed(seed), 2 * half
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw)
 
     inputs: dict[str, Tensor | None] = {
-        "q": size * normal(2, 2 * group, length, width),
-        "k": CANCELLING[keys](normal(2, 2, length, width)),
-        "v": normal(2, 2, length, 3),
+        "q": size * normal(1, 2 * group, length, width),
+        "k": CANCELLING[keys](normal(1, 2, length, width)),
+        "v": normal(1, 2, length, 3),
     }
     options: dict = {"causal": causal or spec.causal_only, "log_decay": None, "learned": None}
     if decay != "none":
-        shape = (2, 2, length) if decay == "token" else (2, 2, length, width)
+        shape = (1, 2, length) if decay == "token" else (1, 2, length, width)
         options["log_decay"] = -speed * normal(*shape).square()
     if series == "learned":
         options["learned"] = normal(2 * group, order + 1)
@@ -163,22 +163,23 @@ def test_keys_that_cancel(
     check(found, **inputs, spec=spec, **options)
 
 
+# Half of the keys are the negatives of the others.
 HALF = torch.Generator().manual_seed(0)
-Q, K, V = (torch.randn(1, 2, 600, 16, generator=HALF) for _ in "qkv")
+Q, K, V = (torch.randn(1, 1, 300, 8, generator=HALF) for _ in "qkv")
 K = CANCELLING["halves"](K)
 LINEAR = sr.AttentionSpec(series="power", order=1)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("engine", ["torch", "native", "recurrent"])
-def test_half_the_keys_are_the_negatives_of_the_others(engine: str, causal: bool) -> None:
+def test_keys_and_their_negatives(engine: str, causal: bool) -> None:
     check(attended(Q, K, V, LINEAR, engine, causal), Q, K, V, LINEAR, causal=causal)
 
 
 @pytest.mark.parametrize("engine", ["tokens", "calls"])
 def test_a_token_after_keys_that_cancel(engine: str) -> None:
     with torch.no_grad():
-        found = attended(Q[:, :, -1:], K, V, LINEAR, engine, causal=False, cuts=(599,))
+        found = attended(Q[:, :, -1:], K, V, LINEAR, engine, causal=False, cuts=(299,))
     check(found, Q[:, :, -1:], K, V, LINEAR, causal=False)
 
 
@@ -187,7 +188,7 @@ def test_gradients_where_keys_cancel(engine: str) -> None:
     """A weight sum is at least its noise, by which every derivative is divided."""
     inputs = [x.clone().requires_grad_() for x in (Q, K, V)]
     out = attended(*inputs, LINEAR, engine, causal=False)
-    scale = LINEAR.score_scale(16)
+    scale = LINEAR.score_scale(8)
     sizes = K.abs().sum(2, keepdim=True)
     noise = magnitudes.ROUNDING * EPS * scale * (Q * sizes).norm(dim=-1, keepdim=True)
     above = out.shape[-1] * (V.abs().amax() + out.detach().abs().amax(-1, keepdim=True)) / noise
@@ -200,11 +201,24 @@ def test_gradients_where_keys_cancel(engine: str) -> None:
         assert (grad.abs() <= 1.01 * most).all()
 
 
+def test_the_operator_is_well_formed() -> None:
+    """PyTorch's own checks: schema, shapes without data."""
+    for decay, width in (("none", 0), ("token", 1), ("channel", 3)):
+        q, k = torch.randn(2, 3, 2, 40), torch.randn(2, 3, 50)
+        log_decay = -torch.rand(2, width, 50, dtype=torch.float64) if width else None
+        for learned, before in ((None, None), (torch.randn(2, 2, 4), torch.rand(2, 3, 3))):
+            series = "taylor" if learned is None else "polynomial"
+            plan = series, 3, None, decay, width > 0, 16, 0.5
+            arguments = q, k, log_decay, learned, before, *plan
+            library.opcheck(torch.ops.softmax_rnn.read_noise, arguments)
+
+
 @pytest.mark.parametrize("decay", ["none", "token"])
 def test_triton_reads_the_same_noise(decay: str, device: str) -> None:
     """Of chunks of 64 tokens; heads in groups."""
     spec = sr.AttentionSpec(series="taylor", order=1, decay=decay)
-    q, k, v = Q[..., :150, :].to(device), K[:, :1, 225:375].to(device), V[:, :1, :150].to(device)
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, 150, 16, generator=draw).to(device) for n in (2, 1, 1))
     options = {"causal": True, "mask": None, "keep_state": True, "chunk": 64}
     if decay != "none":
         options["log_decay"] = -torch.rand(1, 1, 150, dtype=torch.float64, device=device)
@@ -231,5 +245,4 @@ def test_ordinary_sums_are_above_their_noise(name: str, width: int) -> None:
         scale = spec.score_scale(width)
         noise, _ = magnitudes.read_noise(columns, None, weights, False, 16, scale)
         lost = (total.abs() < noise).double().mean()
-        print(name, width, size, tokens, float(lost), float((noise / total.abs()).median()))
         assert lost <= (0 if spec.sign_definite else 1e-3)

@@ -52,8 +52,9 @@ def chunked(
 
     The mask is per key, broadcastable to [B, Hkv, 1, S]. The state holds sums over earlier keys:
     [B, Hkv, E + 1, rows], or E without a row sum; ``magnitudes`` are what was added to them.
-    ``keep_state`` requests the state after the last key. ``chunk`` is the number of tokens per chunk, by default the fastest; 1 is the plain
-    recurrence. ``engine`` is what computes the chunks: by default C++ or Triton where they suit.
+    ``keep_state`` requests the state after the last key. ``chunk`` is the number of tokens per
+    chunk, by default the fastest; 1 is the plain recurrence. ``engine`` is what computes the
+    chunks: by default C++ or Triton where they suit.
     """
     single = causal and q.shape[2] == k.shape[2] == 1
     loops = "torch" if single else _loops(spec, q, k, v, chunk, engine)

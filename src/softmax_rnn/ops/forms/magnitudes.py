@@ -77,10 +77,12 @@ def read_noise(
     ``scale``. ``weights`` are series, order, coefficients and decay of a spec. Both results have no
     gradient.
     """
-    given = (inputs.queries, inputs.keys, inputs.log_decay, inputs.coefficients, before)
-    detached = (x if x is None else x.detach() for x in given)
+    optional = (inputs.log_decay, inputs.coefficients, before)
+    given: list[Any] = [inputs.queries.detach(), inputs.keys.detach()]
+    given += [x if x is None else x.detach() for x in optional]
+    given += [*weights, causal, chunk, scale]
     compute = _read if no_data(inputs.queries) else _compute
-    found: tuple[Tensor, Tensor] = compute(*detached, *weights, causal, chunk, scale)
+    found: tuple[Tensor, Tensor] = compute(*given)
     return found
 
 
@@ -103,16 +105,16 @@ def _compute(
     spec, length = plain_spec(series, order, fixed, decay), q.shape[3]
     past = k.shape[2] - length if causal else k.shape[2]
     k, queries = k.mT, q.permute(0, 2, 3, 1)  # a row per token
-    decays = (None, None)
+    old = new = None
     if log_decay is not None:
-        decays = log_decay.mT[:, :past], log_decay.mT[:, past:]
-    at = _running(spec, k[:, :past], decays[0], before, max(past, 1))[:, -1:]
+        old, new = log_decay.mT[:, :past], log_decay.mT[:, past:]
+    at = _running(spec, k[:, :past], old, before, max(past, 1))[:, -1:]
     queries, faded = queries.unsqueeze(2), None
     if causal:
-        at = _running(spec, k[:, past:], decays[1], at[:, 0], chunk)
+        at = _running(spec, k[:, past:], new, at[:, 0], chunk)
         queries = _blocks(queries.squeeze(2), chunk)
-        if decays[1] is not None:
-            faded = fade_(_blocks(decays[1].unsqueeze(1), chunk).cumsum(3).to(q.dtype))
+        if new is not None:
+            faded = fade_(_blocks(new.unsqueeze(1), chunk).cumsum(3).to(q.dtype))
             if decay == "channel":
                 queries, faded = queries * faded, None
     noise = _noise(spec, queries, at[:, : queries.shape[2]], learned, scale)

@@ -58,10 +58,8 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("parents", "factors", "out", "next", "found")),
         *((name, ctypes.c_void_p) for name in ("next_magnitudes", "next_largest")),
         *((name, ctypes.c_int64) for name in ("heads", "groups", "width", "values")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("monomials", "rows", "map", "first", "powers", "threads")
-        ),
+        *((name, ctypes.c_int64) for name in ("monomials", "rows", "map", "first", "powers")),
+        ("threads", ctypes.c_int64),
         ("scale", ctypes.c_double),
         ("guard", ctypes.c_double),
     )
@@ -100,9 +98,9 @@ def step(
         values=v.shape[3],
         **constants.numbers,
     )
-    unsure, *largest = found.tolist()
-    after = (written.get(name) for name in ("next", "next_magnitudes", "next_largest"))
-    return None if unsure else Token(out, *after, *largest)
+    unsure, key, value = found.tolist()
+    others = written.get("next_magnitudes"), written.get("next_largest")
+    return None if unsure else Token(out, written["next"], *others, key, value)
 
 
 def covers(spec: AttentionSpec, dtype: torch.dtype) -> bool:
@@ -122,8 +120,8 @@ def _constants(spec: AttentionSpec, width: int, dtype: torch.dtype) -> _Constant
     parents, factors = monomial_factors(width, degrees(spec)[1])
     tensors = {"parents": torch.from_numpy(parents), "factors": torch.from_numpy(factors)}
     counts = powers(spec) if spec.sums_can_cancel else range(0)
-    factors = torch.tensor(roundings(spec, dtype), dtype=torch.float64)
-    tensors |= {"weights": weights, "roundings": factors}
+    each = torch.tensor(roundings(spec, dtype), dtype=torch.float64)
+    tensors |= {"weights": weights, "roundings": each}
     numbers = {
         "monomials": cumulative_dimension(width, degrees(spec)[1]),
         "rows": len(weights),
