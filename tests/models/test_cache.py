@@ -18,7 +18,9 @@ from softmax_rnn.models.cache import key_value_bytes, recurrent_bytes
 from softmax_rnn.ops.dispatch import FORMS
 from test_modeling import GREEDY, HYBRID, NAMES, build
 
-FINITE = [name for name in NAMES if any(FORMS[form].stateful for form in sr.forms(name))]
+FINITE = [
+    name for name in NAMES if any(FORMS[form].stateful for form in sr.forms(sr.variant(name)))
+]
 
 
 @pytest.mark.parametrize("name", [*FINITE, "hybrid"])

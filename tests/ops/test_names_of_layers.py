@@ -72,7 +72,9 @@ CHANGED: dict[str, tuple[object, ...]] = {
     **{"qk_dim": (3, 8), "num_features": (3,), "cosine_length": (9,)},
     **{"short_convolution": (3,), "convolution_activation": ("swish",)},
     **{"decay_rule": ("time_step",), "gate_activation": ("swish",)},
-    **dict.fromkeys(("temperature", "gate_per_channel", "skip", "merged_norm"), (True,)),
+    **dict.fromkeys(
+        ("map_before_rotary", "temperature", "gate_per_channel", "skip", "merged_norm"), (True,)
+    ),
     **dict.fromkeys(("rotary", "norm_weight"), (False,)),
 }
 
