@@ -271,6 +271,8 @@ def test_any_spec(
         expected = case.in_units(case.run(sr.attention, form="dense"))
     except OverflowError:  # of an exponential without a denominator
         reject()
+    if max(float(x.detach().abs().max()) for x in expected.values()) > 1e100:  # or nearly
+        reject()
     tolerance = 1e-8 if inputs == "normal" else 1e-4  # where sums cancel, little is left of them
     for form in case.forms:
         if form == "recurrent" and queries > 140:  # chunks of one token, and slow for so many
