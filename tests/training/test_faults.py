@@ -204,7 +204,7 @@ def old_and_new(case: Case) -> None:
 
 
 SAVED = r"Stopped by {} after step 7, saved in checkpoint-7; rerun the same command to resume"
-UNWRITTEN = r"checkpoint-8 could not be written: .*{}.*MiB left.*run/checkpoint-4; when there is"
+UNWRITTEN = r"checkpoint-8 could not be written: .*{}.*B left.*run/checkpoint-4; when there is"
 LEFT_OUT = r"checkpoint-7 is left out: {}"
 DAMAGED = r"The prepared corpus .* is damaged: train-00000.bin {}"
 

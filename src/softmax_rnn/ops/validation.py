@@ -70,7 +70,7 @@ def checked_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if mask.device != q.device:
         raise ValueError(f"mask is on {mask.device}, q on {q.device}.")
     if mask.ndim > 4 or any(
-        have not in (1, want)
+        have != 1 and have != want  # torch.compile misreads `in` where sizes are symbols
         for have, want in zip(reversed(mask.shape), reversed(full), strict=False)
     ):
         raise ValueError(f"mask {list(mask.shape)} cannot be broadcast to [B, H, T, S] = {full}.")
