@@ -24,7 +24,7 @@ def widths() -> st.SearchStrategy[tuple[int, int]]:
 
 def coefficients() -> st.SearchStrategy[tuple[float, ...]]:
     """Coefficients of a polynomial, the last one not 0."""
-    lower = st.lists(st.floats(-1.0, 1.0), max_size=5)
+    lower = st.lists(st.floats(-1.0, 1.0).map(lambda a: a if abs(a) > 1e-30 else 0.0), max_size=5)
     return st.tuples(lower, st.floats(0.1, 1.0)).map(lambda parts: (*parts[0], parts[1]))
 
 

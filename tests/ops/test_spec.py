@@ -34,6 +34,7 @@ def test_round_trip(spec: AttentionSpec) -> None:
         ({"epsilon": -1.0}, "epsilon must be a finite number >= 0"),
         ({"floor": 1.0, "denominator": "length"}, "not to 'length'"),
         ({"series": "polynomial", "coefficients": (0.0, 1e-308)}, "at least 1e-30 in size, not"),
+        ({"series": "polynomial", "coefficients": (5e-324, 1.0)}, "not 4.94066e-324"),
         ({"window": 2**63}, "window must be at most 2\\*\\*62"),
         ({"input_gate": "yes"}, "input_gate must be True or False"),
     ],

@@ -31,7 +31,7 @@ INVERSE_SQRT = "1/sqrt(d)"
 MAX_ORDER = 2000
 
 _MOST_KEYS = 2**62  # positions and their differences are 64-bit integers
-# Weights and gradients of smaller polynomials would leave the range of float32.
+# Of a polynomial's lowest power: weights of a smaller one would leave the range of float32.
 _LEAST_COEFFICIENT = 1e-30
 
 _SAFE_SCORE = 50.0  # above this bound exp(score) may overflow
@@ -182,11 +182,12 @@ class AttentionSpec:
                 f"order={self.order!r} needs {self.order + 1} coefficients, not {len(given)}; the "
                 "order may be left out."
             )
-        if max(map(abs, given)) < _LEAST_COEFFICIENT:
+        lowest = next(abs(a) for a in given if a)  # the weights of small scores are its power's
+        if lowest < _LEAST_COEFFICIENT:
             raise ValueError(
-                f"The largest coefficient must be at least {_LEAST_COEFFICIENT:g} in size, not "
-                f"{max(map(abs, given)):g}: weights and gradients would be out of range. Multiply "
-                "all coefficients by the same factor, which cancels in a row sum."
+                f"The first coefficient that is not 0 must be at least {_LEAST_COEFFICIENT:g} in "
+                f"size, not {lowest:g}: weights of small scores and their gradients would be out "
+                "of range. Set it to 0, or multiply all by one factor, which cancels in a row sum."
             )
         object.__setattr__(self, "coefficients", tuple(map(float, given)))
         object.__setattr__(self, "order", len(given) - 1)

@@ -263,6 +263,8 @@ def test_any_spec(
     if spec.feature_map == "relu" and spec.order not in (None, 0) and spec.row_sum:
         # A row whose every weight is zero has a gradient of any size beside it.
         spec = dataclasses.replace(spec, denominator="length", epsilon=0.0, floor=0.0)
+    if not spec.shifted:  # forms agree on rows of which something is left: decays to e^-700
+        decay = min(decay, 0.3)
     case = make_case(
         spec, causal=causal, mask=mask, shape=shape, seed=seed, inputs=inputs, decay=decay
     )
@@ -271,7 +273,8 @@ def test_any_spec(
         expected = case.in_units(case.run(sr.attention, form="dense"))
     except OverflowError:  # of an exponential without a denominator
         reject()
-    if max(float(x.detach().abs().max()) for x in expected.values()) > 1e100:  # or nearly
+    largest = max(float(x.detach().abs().max()) for x in expected.values())
+    if not 1e-12 < largest < 1e100:  # all cancels, or squares overflow
         reject()
     tolerance = 1e-8 if inputs == "normal" else 1e-4  # where sums cancel, little is left of them
     for form in case.forms:
