@@ -77,7 +77,11 @@ def _rows(folder: RunFolder) -> list[Any]:
 
 @st.composite
 def _changed(draw: st.DrawFn, folder: Path) -> tuple[str, bytes | None]:
-    saved = [str(path.relative_to(folder)) for path in sorted(folder.glob("checkpoint-*/*"))]
+    saved = [
+        str(path.relative_to(folder))
+        for path in sorted(folder.glob("checkpoint-*/**/*"))
+        if path.is_file()
+    ]
     name = draw(st.sampled_from(OWN) | st.sampled_from(saved))
     original = (folder / name).read_bytes()
     if draw(st.integers(0, 9)) == 0:
