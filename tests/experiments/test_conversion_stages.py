@@ -24,7 +24,6 @@ import softmax_rnn.experiments.conversion_plan as conversion_plan
 from processes import ended, kill, start
 from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn.analysis.evaluation import evaluate
-from softmax_rnn.cli.convert_command import parse_layers
 from softmax_rnn.cli.main import main
 from softmax_rnn.experiments.conversion import Conversion
 from softmax_rnn.training.loop import Loop
@@ -359,15 +358,6 @@ def test_a_changed_source_is_noticed(corpus: Path, tmp_path: Path) -> None:
     shutil.rmtree(given.fitted)
     with pytest.raises(ValueError, match="its weights have changed"):
         given.execute(STAGES)
-
-
-def test_layers_of_a_text() -> None:
-    assert parse_layers("0,2,4-7") == [0, 2, 4, 5, 6, 7]
-    for text in ("", "a", "3-", "-3", "1,,2", "4-x"):
-        with pytest.raises(ValueError, match="numbers and ranges"):
-            parse_layers(text)
-    with pytest.raises(ValueError, match="names a layer twice"):
-        parse_layers("1,0-2")
 
 
 @pytest.mark.parametrize("here", [True, False])

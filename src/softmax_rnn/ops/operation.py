@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -14,7 +13,7 @@ from softmax_rnn.ops.decay import check_decay, per_key_decay
 from softmax_rnn.ops.denominators import guarded, row_sum
 from softmax_rnn.ops.dispatch import FORMS, choose, forms
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.finite import all_finite, check_output, check_sums
+from softmax_rnn.ops.finite import all_finite, check_output, check_sums, scaled_for_powers
 from softmax_rnn.ops.forms.first_order import differentiated
 from softmax_rnn.ops.forms.row_sums import (
     RowSums,
@@ -349,7 +348,7 @@ def _sums(
     chosen = choose(form, spec, q, k, v, **given, log_decay=decay, others=others, stateful=stateful)
     log_scale = None
     if spec.scale_free and not (chosen.maps and q.dtype == torch.float16):
-        q, log_scale = _scaled_for_powers(q, k, spec, causal, stateful)
+        q, log_scale = scaled_for_powers(q, k, spec, causal, stateful)
     if not chosen.maps:
         q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
     options: dict[str, Any] = {name: x for name, x in weighting.items() if x is not None}
@@ -370,49 +369,3 @@ def _sums_of_part(form: str, spec: AttentionSpec, q: Tensor, *args: Any, **optio
     if form in FORMS and spec.window is not None and form not in forms(spec, q.device):
         form = "auto"
     return _sums(form, spec, q, *args, **options)
-
-
-def _scaled_for_powers(
-    q: Tensor, k: Tensor, spec: AttentionSpec, causal: bool, stateful: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Scale the queries of each row; return them and the log of the factor missing in the sums.
-
-    Powers of small scores would underflow and powers of large scores would overflow, although the
-    quotient is in range. So each row is scaled: sums of powers of its largest possible score are
-    just in range, which leaves the largest range for smaller scores. Factors are powers of two, so
-    that nothing is rounded. A state stores unscaled keys, also earlier ones: with a state, queries
-    are scaled to length 1.
-    """
-    if not q.numel() or not k.numel():
-        return q, None
-    dtype, phi, order = compute_dtype(q.dtype), FEATURE_MAPS[spec.feature_map], spec.order
-    assert order is not None
-    exponent = _log2_length(phi(q.detach()).to(dtype))
-    if not stateful:
-        lengths = _log2_length(phi(k.detach()).to(dtype))
-        if causal:  # a row sees no later keys
-            longest = lengths.cummax(-1).values[..., k.shape[2] - q.shape[2] :]
-        else:
-            longest = lengths.amax(-1, keepdim=True)
-        longest = longest.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        longest = longest + math.log2(abs(spec.score_scale(q.shape[-1])))
-        # If all scores are zero, any factor works.
-        longest = longest.masked_fill(longest == -torch.inf, 0.0)
-        exponent = exponent + longest.clamp(-_HEADROOM, _HEADROOM) - _HEADROOM / order
-    exponent = exponent.round().masked_fill(~exponent.isfinite(), 0.0)
-    if q.dtype == torch.float16:  # float16 has a small range
-        q = q.to(dtype)
-    half = (exponent / 2).round()  # the full factor may overflow float32
-    for part in (half, exponent - half):
-        q = q * (-part).exp2().unsqueeze(-1).to(q.dtype)
-    return q, order * math.log(2) * exponent
-
-
-# Powers of scores may use this many bits above 1; sums, values and D^order need the rest.
-_HEADROOM = 80.0
-
-
-def _log2_length(x: Tensor) -> Tensor:
-    """An upper bound of log2 of the rows' lengths, without squares, which may be out of range."""
-    largest = x.abs().amax(-1)
-    return largest.log2() + 0.5 * math.log2(x.shape[-1])
