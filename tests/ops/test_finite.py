@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -94,6 +96,34 @@ def test_a_state_of_powers_that_vanish_is_an_error() -> None:
     q, k, v = torch.randn(3, 1, 1, 20, 4).unbind(0)
     with pytest.raises(FloatingPointError, match="Power 6 of keys of at most .* underflows"):
         sr.attention(q, k * 1e-8, v, "power:6", return_state=True)
+
+
+@pytest.mark.parametrize("hidden_by", ["token", "channel", "window", "mask"])
+def test_keys_beside_much_longer_hidden_ones(hidden_by: str) -> None:
+    """Rows are scaled by the longest key so far, even if it has faded: others may underflow."""
+    tokens, reset = 12, 6
+    q, k, v = torch.randn(3, 1, 2, tokens, 8).unbind(0)
+    k[:, :, :reset] *= 1e12
+    spec = sr.AttentionSpec(series="power", order=6)
+    decay, mask = None, None
+    if hidden_by == "window":
+        spec = replace(spec, window=3)
+    elif hidden_by == "mask":
+        mask = torch.ones(tokens, tokens, dtype=torch.bool)
+        mask[reset:, :reset] = False
+    else:
+        spec = replace(spec, decay=hidden_by)
+        decay = torch.zeros(1, 2, tokens, *[8] * (hidden_by == "channel"))
+        decay[:, :, reset] = -1e4
+    given = {"mask": mask, "log_decay": decay}
+    with pytest.raises(FloatingPointError, match="Power 6 of the keys that query .* sees underfl"):
+        sr.attention(q, k, v, spec, **given)
+    if decay is not None:
+        given["log_decay"] = decay.double()
+    found = sr.attention(*(x.double() for x in (q, k, v)), spec, **given)
+    later = (x[:, :, reset:].double() for x in (q, k, v))
+    alone = sr.attention(*later, replace(spec, decay="none"))
+    torch.testing.assert_close(found[:, :, reset + 2 :], alone[:, :, 2:])
 
 
 @pytest.mark.parametrize("form", sr.forms("taylor:4"))

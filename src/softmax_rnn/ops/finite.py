@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from softmax_rnn.ops.decay import FLOOR
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, no_data
+from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, no_data, visible
 from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State
@@ -17,7 +20,13 @@ Inputs = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
 
 
 def scaled_for_powers(
-    q: Tensor, k: Tensor, spec: AttentionSpec, causal: bool, stateful: bool
+    q: Tensor,
+    k: Tensor,
+    spec: AttentionSpec,
+    causal: bool,
+    mask: Tensor | None,
+    log_decay: Tensor | None,
+    stateful: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Scale the queries of each row; return them and the log of the factor missing in the sums.
 
@@ -26,6 +35,10 @@ def scaled_for_powers(
     just in range, which leaves the largest range for smaller scores. Factors are powers of two, so
     that nothing is rounded. A state stores unscaled keys, also earlier ones: with a state, queries
     are scaled to length 1.
+
+    Raises:
+        FloatingPointError: if the longest keys are hidden from a row, or have faded, and powers of
+            all others underflow beside them.
     """
     if not q.numel() or not k.numel():
         return q, None
@@ -39,6 +52,7 @@ def scaled_for_powers(
         else:
             longest = lengths.amax(-1, keepdim=True)
         longest = longest.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        _check_hidden_keys(k, lengths, longest, spec, causal, mask, log_decay, q.shape[2])
         longest = longest + math.log2(abs(spec.score_scale(q.shape[-1])))
         # If all scores are zero, any factor works.
         longest = longest.masked_fill(longest == -torch.inf, 0.0)
@@ -54,6 +68,71 @@ def scaled_for_powers(
 
 # Powers of scores may use this many bits above 1; sums, values and D^order need the rest.
 _HEADROOM = 80.0
+
+
+_ROWS = 128  # of which _check_hidden_keys compares all keys at once
+
+
+def _check_hidden_keys(
+    k: Tensor,
+    lengths: Tensor,
+    longest: Tensor,
+    spec: AttentionSpec,
+    causal: bool,
+    mask: Tensor | None,
+    log_decay: Tensor | None,
+    queries: int,
+) -> None:
+    """Raise if a row sees only keys whose powers underflow beside the keys it is scaled by.
+
+    ``lengths`` are the base-2 logarithms of those of all keys, [B, Hkv, S]; ``longest`` that of the
+    keys up to each query, [B, H, T or 1].
+    """
+    dtype, order = lengths.dtype, spec.order or 1
+    limits = torch.finfo(dtype)
+    allowed = (_HEADROOM - math.log2(limits.tiny) + math.log2(limits.eps)) / order
+    all_seen = mask is None and log_decay is None and spec.hiding_window is None
+    if all_seen or no_data(lengths):
+        return
+    shortest = lengths.masked_fill(lengths == -torch.inf, torch.inf).amin()
+    if not float(lengths.amax() - shortest) > allowed:
+        return
+    keys, group = k.shape[2], longest.shape[1] // k.shape[1]
+    window = spec.hiding_window, spec.global_keys
+    shown = visible(queries, keys, causal, mask, k.device, *window)
+    if spec.decay == "channel":  # which multiplies the channels of a key, not its power
+        sizes = FEATURE_MAPS[spec.feature_map](k.detach()).to(dtype).abs().log2().unbind(-1)
+        bits = 1.0
+    else:
+        sizes, bits = (lengths,), 1.0 / order
+    totals: Sequence[Tensor | None] = [None] * len(sizes)
+    if log_decay is not None:
+        sums = log_decay.detach().cumsum(2)
+        totals = sums.unbind(-1) if spec.decay == "channel" else [sums]
+    for start in range(0, queries, _ROWS):
+        rows = slice(start, min(start + _ROWS, queries))
+        each = []
+        for size, total in zip(sizes, totals, strict=True):
+            left = size.unsqueeze(2).expand(-1, -1, rows.stop - rows.start, -1)
+            if total is not None:
+                at = slice(keys - queries + rows.start, keys - queries + rows.stop)
+                faded = total[:, :, at, None] - total[:, :, None]
+                left = left + faded * (bits / math.log(2))
+                left = left.masked_fill(faded < FLOOR[dtype], -torch.inf)
+            each.append(left)
+        seen = functools.reduce(torch.maximum, each).repeat_interleave(group, 1)
+        if shown is not None:
+            part = shown[..., rows, :] if shown.shape[-2] > 1 else shown
+            seen = seen.masked_fill(~part, -torch.inf)
+        most = seen.amax(-1)
+        gap = longest[..., rows if longest.shape[-1] > 1 else slice(None)] - most
+        bad = ((gap > allowed) & most.isfinite()).flatten(0, 1).any(0).nonzero()
+        if len(bad):
+            raise FloatingPointError(
+                f"Power {spec.order} of the keys that query {start + int(bad[0])} sees underflows "
+                f"{dtype}: earlier or hidden keys are {float(gap.max().exp2()):.1g} times longer. "
+                "Use keys of similar length or float64."
+            )
 
 
 def _log2_length(x: Tensor) -> Tensor:

@@ -156,7 +156,8 @@ def attention(
         MemoryError: if the state is too large; the message gives its size in bytes and the largest
             order that fits.
         FloatingPointError: for NaN or infinity in a state or in the tokens added to it; the message
-            gives the index of the token.
+            gives the index of the token. If powers of the keys that a query sees underflow, beside
+            those of much longer keys that are hidden from it or have faded.
         NotImplementedError: for a second or forward-mode derivative; only ``form="dense"`` supports
             them. For a state, or a form other than ``auto`` or ``dense``, inside a transform of
             ``torch.func``, such as ``torch.vmap``.
@@ -348,7 +349,7 @@ def _sums(
     chosen = choose(form, spec, q, k, v, **given, log_decay=decay, others=others, stateful=stateful)
     log_scale = None
     if spec.scale_free and not (chosen.maps and q.dtype == torch.float16):
-        q, log_scale = scaled_for_powers(q, k, spec, causal, stateful)
+        q, log_scale = scaled_for_powers(q, k, spec, causal, mask, decay, stateful)
     if not chosen.maps:
         q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
     options: dict[str, Any] = {name: x for name, x in weighting.items() if x is not None}
