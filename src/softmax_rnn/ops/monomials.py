@@ -85,42 +85,19 @@ def degrees(spec: AttentionSpec) -> tuple[int, int]:
     return (order if spec.series == "power" else 0), order
 
 
-class Gathers(NamedTuple):
-    """Index tables that compute monomials and their gradient in few operations, for GPUs.
-
-    Attributes:
-        levels: for each degree from 1 on, [2, rows]: the row of the previous degree, the factor.
-        raised: [d, lower], for each variable ``x_j`` and each monomial below the highest degree:
-            the row of their product.
-        powers: [d, lower, 1], the power of ``x_j`` in that product.
-    """
-
-    levels: tuple[Tensor, ...]
-    raised: Tensor
-    powers: Tensor
-
-    @classmethod
-    def build(cls, width: int, degree: int, like: Tensor) -> Gathers:
-        """The tables of ``width`` variables up to ``degree``, for tensors like ``like``."""
-        raised, powers = (torch.from_numpy(x).to(like.device) for x in _raised(width, degree))
-        levels = (torch.from_numpy(x).to(like.device) for x in _levels(width, degree))
-        return cls(tuple(levels), raised, powers.to(like.dtype).unsqueeze(-1))
-
-
-def monomials(x: Tensor, degree: int, gathers: Gathers | None = None) -> Tensor:
+def monomials(x: Tensor, degree: int) -> Tensor:
     """All monomials of degree 0 to ``degree``.
 
     Args:
         x: [..., d, T], a vector per column.
         degree: the highest degree.
-        gathers: tables that build all monomials of a degree in one operation.
 
     Returns:
         [..., C(d + degree, degree), T]: ordered by degree, then by largest index.
     """
     *batch, width, length = x.shape
-    if gathers is not None or length <= _FEW_COLUMNS:
-        levels = gathers.levels if gathers else map(torch.from_numpy, _levels(width, degree))
+    if length <= _FEW_COLUMNS:
+        levels = map(torch.from_numpy, _levels(width, degree))
         parts = [x.new_ones(*batch, 1, length), x][: degree + 1]
         for parents, factors in islice(levels, 1, None):
             above = parts[-1].index_select(-2, parents.to(x.device))
@@ -141,18 +118,12 @@ def monomials(x: Tensor, degree: int, gathers: Gathers | None = None) -> Tensor:
     return out
 
 
-def monomials_backward(
-    x: Tensor, degree: int, features: Tensor, grad: Tensor, gathers: Gathers | None = None
-) -> Tensor:
+def monomials_backward(x: Tensor, degree: int, features: Tensor, grad: Tensor) -> Tensor:
     """The gradient of ``x``, from ``features = monomials(x, degree)`` and their ``grad``.
 
     Overwrites ``grad``.
     """
     width = x.shape[-2]
-    if gathers is not None:  # d(m x_j)/dx_j = m times the power of x_j in m x_j
-        lower = features[..., : gathers.raised.shape[1], :].unsqueeze(-3)
-        above = grad.index_select(-2, gathers.raised.flatten()).unflatten(-2, gathers.raised.shape)
-        return (above * lower * gathers.powers).sum(-2)
     out = torch.zeros_like(x)
     for start, parents, size, factor in reversed(_products(width, degree)):
         above = grad.narrow(-2, start, size)
@@ -248,23 +219,3 @@ def monomial_factors(width: int, degree: int) -> Indices:
         places.append(level + np.array([[start], [0]]))
         start += len(places[-2][0])
     return np.concatenate(places, axis=1)
-
-
-@lru_cache(maxsize=64)
-def _raised(width: int, degree: int) -> tuple[Indices, Indices]:
-    """The row of ``m x_j`` and the power of ``x_j`` in it, for all ``m`` of lower degrees; [d, m].
-
-    Let ``i`` be the largest index of ``m = p x_i``. If ``i <= j``, the parent of ``m x_j`` is
-    ``m``. Otherwise its parent is ``p x_j``, and the factor is ``x_i``.
-    """
-    place, power = np.arange(width)[None], np.ones((1, width), np.int64)
-    rows, powers = [place[:0]], [power[:0]]
-    for order, (parents, factors) in enumerate(_levels(width, degree), 1):
-        rows.append(cumulative_dimension(width, order - 1) + place)
-        powers.append(power)
-        first = np.array([dimension(factor, order + 1) for factor in range(width)])
-        own = first + np.arange(len(parents))[:, None]
-        swapped = first[factors, None] + place[parents]
-        place = np.where(factors[:, None] <= np.arange(width), own, swapped)
-        power = power[parents] + (factors[:, None] == np.arange(width))
-    return np.concatenate(rows).T.copy(), np.concatenate(powers).T.copy()

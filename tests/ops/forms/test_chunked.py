@@ -1,8 +1,7 @@
-"""The chunked form with its steps compiled, as on a GPU, and as a part of a compiled model."""
+"""The chunked form in short chunks, and as a part of a compiled model."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import softmax_rnn as sr
 from cases import WIDENED, Case, Shape, assert_close, make_case
-from quick import first_quick
-from softmax_rnn.ops.forms import chunk_step, native_library
+from softmax_rnn.ops.forms import native_library
 from softmax_rnn.ops.forms.native_library import VARIABLE
 from softmax_rnn.ops.forms.torch_chunks import TorchChunks
 from softmax_rnn.ops.monomials import state_rows
@@ -30,25 +28,11 @@ SPECS = {
     "token": WIDENED["learned_polynomial_token"],
     "channel": WIDENED["learned_polynomial_channel"],
 }
-Compile = Callable[[Any], None]
 
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("softmax_rnn.ops.cost._CHUNKS", (CHUNK,))
-
-
-@pytest.fixture
-def compile_steps(monkeypatch: pytest.MonkeyPatch) -> Compile:
-    """Have steps compiled on the CPU, by a backend."""
-
-    chunk_step.compiled.cache_clear()  # of other tests' tensors, with or without gradients
-
-    def by(backend: Any) -> None:
-        monkeypatch.setattr(chunk_step, "COMPILED", {"cpu"})
-        monkeypatch.setattr(chunk_step, "BACKEND", backend)
-
-    return by
 
 
 def case_of(name: str, queries: int, keys: int, *, causal: bool = True, width: int = 3) -> Case:
@@ -61,10 +45,9 @@ def check(case: Case, attend: Callable[..., Tensor] = sr.attention) -> None:
     assert_close(case.run(attend, form="chunked"), expected, 1e-10, str(case.spec))
 
 
-@pytest.mark.parametrize("name", first_quick(["odd", "power", "constant", "token", "channel"]))
-def test_compiled_steps(compile_steps: Compile, name: str) -> None:
+@pytest.mark.parametrize("name", ["odd", "power", "constant", "token", "channel"])
+def test_short_chunks(name: str) -> None:
     """Grouped queries, a shorter last chunk, keys before the queries, states between pieces."""
-    compile_steps("aot_eager")
     check(case_of(name, 53, 53))
     check(case_of(name, 37, 70))
     if not SPECS[name].causal_only:
@@ -74,44 +57,8 @@ def test_compiled_steps(compile_steps: Compile, name: str) -> None:
     assert_close(pieces, case.run(sr.attention, form="dense"), 1e-10, name)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler on a CPU")
-def test_steps_compiled_by_inductor(compile_steps: Compile) -> None:
-    compile_steps("inductor")
-    check(case_of("token", 53, 53))
-
-
-def test_a_step_is_compiled_once(compile_steps: Compile) -> None:
-    """For all lengths, and with gradients or without."""
-    compile_steps("eager")
-    check(case_of("taylor", 53, 53))
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for length in (33, 64, 150):
-            case = case_of("taylor", length, length)
-            check(case)
-            q, k, v = (case.tensors[name] for name in "qkv")
-            sr.attention(q, k, v, case.spec, mask=case.mask, form="chunked")
-
-
-def test_a_step_is_as_many_operations_for_any_width(compile_steps: Compile) -> None:
-    counts = []
-
-    def count(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
-        counts.append(len(graph.graph.nodes))
-        return graph.forward
-
-    compile_steps(count)
-    for width in (3, 8):
-        check(case_of("odd", 53, 53, width=width))
-    assert len(counts) == 4  # forward and backward, each
-    assert counts[:2] == counts[2:]
-
-
-@pytest.mark.parametrize("steps", ["eager", "compiled"])
-def test_a_compiled_model_is_one_graph(compile_steps: Compile, steps: str) -> None:
+def test_a_compiled_model_is_one_graph() -> None:
     """With gradients and a mask, and with a state in and out; compiled once."""
-    if steps == "compiled":
-        compile_steps("aot_eager")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *given: Any, mask: Tensor, **named: Any) -> Tensor:
         """Two pieces and the state between them."""

@@ -19,7 +19,7 @@ from cases import WIDENED, Case, Shape, assert_close, make_case
 from softmax_rnn.ops import reference
 from softmax_rnn.ops.cost import FEATURES
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.monomials import Gathers, monomials, state_rows
+from softmax_rnn.ops.monomials import monomial_factors, state_rows
 from strategies import coefficients, layouts
 
 PER_TOKEN = ("input_gate", "output_gate", "log_decay")  # log decays of heads have one dimension
@@ -160,6 +160,14 @@ def test_small_widened_cases_are_the_reference(name: str) -> None:
         assert_close(in_pieces(case, [2, 3], form, torch.float64), expected, 1e-10, form)
 
 
+def products(x: Tensor, degree: int) -> Tensor:
+    """The monomials of each row, which autograd can differentiate."""
+    rows = [torch.ones_like(x[..., 0])]
+    for parent, factor in monomial_factors(x.shape[-1], degree).T.tolist()[1:]:
+        rows.append(rows[parent] * x[..., factor])
+    return torch.stack(rows, -1)
+
+
 def state_by_sums(case: Case) -> dict[str, Tensor]:
     """The gradients of the outputs, from dense, and of the state, from its definition."""
     inputs = {key: x.clone().requires_grad_() for key, x in case.tensors.items()}
@@ -169,14 +177,13 @@ def state_by_sums(case: Case) -> dict[str, Tensor]:
     if spec.row_sum is not None:
         v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
     count = state_rows(spec, k.shape[3])
-    gathers = Gathers.build(k.shape[3], spec.order, k)
-    rows = monomials(k.mT, spec.order, gathers).mT[..., -count:]
+    rows = products(k, spec.order)[..., -count:]
     if spec.decay != "none":
         each = inputs["log_decay"]
         each = each[:, None].expand(k.shape[:3]) if each.ndim == 1 else each
         faded = (each.flip(2).cumsum(2).flip(2) - each).exp()  # of the decays of later keys
         if spec.decay == "channel":
-            rows = monomials((k * faded).mT, spec.order, gathers).mT[..., -count:]
+            rows = products(k * faded, spec.order)[..., -count:]
         else:
             rows = rows * faded.unsqueeze(-1)
     state = v.mT @ rows

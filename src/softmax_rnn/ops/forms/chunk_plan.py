@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     def native(self, inputs: Columns) -> native_chunks.Chunks:
         """The chunks as ``native_chunks`` takes them."""
         q = inputs.queries
-        tables = make_tables(self.spec, q.shape[1], self.chunk, q.dtype, q.device, False)
+        tables = make_tables(self.spec, q.shape[1], self.chunk, q.dtype, q.device)
         return native_chunks.Chunks(tables, self.causal, self.chunk)
 
     def triton(self) -> triton_chunks.Chunks:

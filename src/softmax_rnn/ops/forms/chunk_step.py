@@ -1,4 +1,4 @@
-"""One chunk of the chunked form: functions of tensors, compiled on a GPU.
+"""One chunk of the chunked form: functions of tensors.
 
 They compute one step of section 3.1's recurrence (``reference.power_rnn``) for all powers together.
 Each token is a column; the query heads of one key head are adjacent. Shapes: queries
@@ -8,11 +8,7 @@ Each token is a column; the query heads of one key head are adjacent. Shapes: qu
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from collections.abc import Callable, Hashable
-from types import FunctionType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +18,6 @@ from softmax_rnn.ops.forms.chunk_tables import Tables
 from softmax_rnn.ops.forms.fading import NO_FADING, Fading, fading, times
 from softmax_rnn.ops.monomials import monomials, monomials_backward
 from softmax_rnn.ops.series import PowerSeries
-
-# Device types on which steps are compiled. On a GPU, the many kernel launches take most of the
-# time. On a CPU, a compiled step takes 0.5 to 1.9 times as long as an eager one.
-COMPILED = {"cuda"} if importlib.util.find_spec("triton") else set()
-BACKEND = "inductor"
 
 
 class Queries(NamedTuple):
@@ -43,15 +34,6 @@ class Keys(NamedTuple):
     k: Tensor
     v: Tensor  # value channels
     log_decay: Tensor | None  # [N, 1, L], or [N, D, L] per channel
-
-
-@functools.cache
-def compiled(step: Callable[..., Any], backend: str, _: Hashable) -> Callable[..., Any]:
-    """The step, compiled for one kind of inputs; the last argument identifies the kind."""
-    # PyTorch keeps at most 8 compilations per code object, so each kind gets a copy of the code.
-    code = step.__code__.replace(co_name=f"chunked_{step.__name__}")
-    own = FunctionType(code, step.__globals__)
-    return torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
 
 
 def forward(
@@ -205,7 +187,7 @@ def _power_sums(queries: Queries, scores: Tensor, dweights: Tensor) -> Tensor:
 
 def _features(tables: Tables, columns: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
     """All monomials of the joined columns; for each tensor of columns, those kept in the state."""
-    features = monomials(_joined(columns), tables.degree, tables.gathers)
+    features = monomials(_joined(columns), tables.degree)
     return features, features[:, tables.unused :].split([x.shape[2] for x in columns], dim=2)
 
 
@@ -216,7 +198,7 @@ def _columns_grad(
     grad = _joined(grads)
     if tables.unused:
         grad = torch.cat([grad.new_zeros(len(grad), tables.unused, grad.shape[2]), grad], dim=1)
-    joined = monomials_backward(_joined(columns), tables.degree, all_features, grad, tables.gathers)
+    joined = monomials_backward(_joined(columns), tables.degree, all_features, grad)
     return joined.split([x.shape[2] for x in columns], dim=2)
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from softmax_rnn.ops.monomials import (
-    Gathers,
     cumulative_dimension,
     degrees,
     dimension,
@@ -34,7 +33,6 @@ class Tables(NamedTuple):
     weights: Tensor
     powers: Tensor  # the power of each row of the state, counted from the lowest
     future: Tensor
-    gathers: Gathers | None
 
 
 # Cached: a host-to-device copy synchronises.
@@ -45,7 +43,6 @@ def make_tables(
     chunk: int,
     dtype: torch.dtype,
     device: torch.device,
-    compiled: bool,
 ) -> Tables:
     """The tables of a spec, for a key width and a chunk length."""
     series, (first, degree) = PowerSeries.known_part(spec), degrees(spec)
@@ -61,5 +58,4 @@ def make_tables(
             weights,
             torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device),
             torch.ones(chunk, chunk, dtype=torch.bool, device=device).tril(-1),
-            Gathers.build(width, degree, weights) if compiled else None,
         )

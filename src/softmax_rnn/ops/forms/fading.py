@@ -60,7 +60,7 @@ def fading(tables: Tables, log_decay: Tensor | None, groups: int) -> Fading:
     read, added = fade_(exponents.to(dtype)).chunk(2, dim=2)
     kept, read = read[..., -1:], read.repeat(1, 1, groups)
     if tables.channels:
-        kept = monomials(kept, tables.degree, tables.gathers)[:, tables.unused :].mT
+        kept = monomials(kept, tables.degree)[:, tables.unused :].mT
         earlier = tables.future[: total.shape[2], : total.shape[2]].T.unsqueeze(0)
         return Fading(queries=read, keys=added, state=kept, pairs=earlier, total=total)
     pairs = fade_((total - total.mT).to(dtype)).triu_() if total.shape[2] > 1 else None

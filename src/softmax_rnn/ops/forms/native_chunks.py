@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from softmax_rnn.ops.forms import chunk_step, native_library
+from softmax_rnn.ops.forms import native_library
 from softmax_rnn.ops.forms.chunk_tables import Tables
 from softmax_rnn.ops.forms.columns import Columns
 from softmax_rnn.ops.monomials import monomial_factors
@@ -39,7 +39,6 @@ def suits(spec: AttentionSpec, q: Tensor, k: Tensor) -> bool:
     """
     return (
         q.device.type == "cpu"
-        and "cpu" not in chunk_step.COMPILED
         and spec.decay != "channel"
         and not spec.learned_coefficients
         and min(q.shape[0], q.shape[2], q.shape[3]) > 0

@@ -20,7 +20,7 @@ def one_token(inputs: Columns, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """The sums [N, C, G, 1] and the state after the token."""
     q, k, values, state, log_decay, coefficients = inputs
     assert state is not None
-    tables = make_tables(spec, k.shape[1], 1, q.dtype, q.device, False)
+    tables = make_tables(spec, k.shape[1], 1, q.dtype, q.device)
     columns = [q.squeeze(-1), k]
     if log_decay is not None:
         kept = fade_(log_decay.to(q.dtype, copy=True))

@@ -1,12 +1,10 @@
-"""The chunked form's loops of PyTorch operations, for any call; on a GPU steps are compiled."""
+"""The chunked form's loops of PyTorch operations, for any call."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from softmax_rnn.ops.cost import heads_per_step
@@ -31,14 +29,8 @@ class TorchChunks:
     def __init__(self, plan: Plan, inputs: Columns) -> None:
         self.plan = plan
         q, k, v, state, log_decay, self.coefficients = inputs
-        several = 1 < plan.chunk < max(q.shape[3], k.shape[2])
-        self.compiled = q.device.type in chunk_step.COMPILED and several
-        key = (plan.spec, q.shape[1], plan.chunk, q.dtype, q.device, self.compiled)
-        self.tables = make_tables(*key)
-        self.cache_key = (*key, plan.causal, *q.shape[:3], v.shape[1])
+        self.tables = make_tables(plan.spec, q.shape[1], plan.chunk, q.dtype, q.device)
         self.state_shape = (*v.shape[:2], len(self.tables.weights))
-        if self.compiled:  # always with a state, so that only one kind of step is compiled
-            state = self.zero_state() if state is None else state.contiguous()
         self.state = state
         # Two views of the keys: those before the first query, and those at the queries' positions.
         count = plan.earlier_keys(q, k)
@@ -48,12 +40,6 @@ class TorchChunks:
         self.own_keys: list[chunk_step.Keys | None] = [None] * len(self.queries)
         if plan.causal:
             self.own_keys = [*self.keys(k, v, log_decay, self.own)]
-
-    def step(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call ``function`` for one chunk, compiled on a GPU."""
-        if self.compiled:
-            function = chunk_step.compiled(function, chunk_step.BACKEND, self.cache_key)
-        return function(self.tables, *arguments)
 
     def new_state(self) -> Tensor:
         """Uninitialised memory for a state."""
@@ -66,11 +52,7 @@ class TorchChunks:
     def split(self, x: Tensor) -> list[Tensor]:
         """The columns of each chunk; the query heads of one key head become adjacent."""
         length = self.plan.chunk
-        if not self.compiled:
-            return [x[..., i : i + length].flatten(2) for i in range(0, x.shape[-1], length)]
-        # A step is compiled for one shape. The last chunk is padded with zeros, which add nothing.
-        x = F.pad(x, (0, -x.shape[-1] % length)).unflatten(-1, (-1, length)).movedim(-2, 0)
-        return list(x.contiguous().flatten(3))
+        return [x[..., i : i + length].flatten(2) for i in range(0, x.shape[-1], length)]
 
     def keys(
         self, k: Tensor, v: Tensor, log_decay: Tensor | None, here: slice
@@ -88,7 +70,7 @@ class TorchChunks:
         if chunk is None:
             columns.zero_()
         else:
-            columns.copy_(chunk.view(*columns.shape[:-1], -1)[..., : columns.shape[-1]])
+            columns.copy_(chunk.view(columns.shape))
 
     def sums(self, out: Tensor, last_state: Tensor, kept: list[Tensor]) -> None:
         """Fill the sums, the state after all keys and the backward pass's states."""
@@ -96,14 +78,14 @@ class TorchChunks:
         buffers = itertools.chain(kept, (self.new_state() for _ in itertools.count()))
         for i, earlier in enumerate(self.earlier_keys, 1):
             new_state = next(buffers) if i == len(self.earlier_keys) else self.new_state()
-            self.step(chunk_step.forward, None, earlier, state, new_state)
+            chunk_step.forward(self.tables, None, earlier, state, new_state)
             state = new_state
         for i, (q, keys) in enumerate(zip(self.queries, self.own_keys, strict=True)):
             last, buffer = i + 1 == len(self.queries), None
-            if keys is not None and (not last or plan.keep_state or self.compiled):
+            if keys is not None and (not last or plan.keep_state):
                 buffer = last_state if last and plan.keep_state else next(buffers)
             queries = chunk_step.Queries(q, self.coefficients)
-            sums = self.step(chunk_step.forward, queries, keys, state, buffer)
+            sums = chunk_step.forward(self.tables, queries, keys, state, buffer)
             self.write(sums, out, i)
             state = state if buffer is None else buffer
         if plan.keep_state and state is not last_state:
@@ -116,8 +98,6 @@ class TorchChunks:
 
         ``dsums`` and ``dstate`` are the gradients of the sums and of the state after all keys.
         """
-        if self.compiled:
-            dstate = self.zero_state() if dstate is None else dstate.contiguous()
         read = kept if self.earlier_keys else [self.state, *kept]
         parts = self.split(dsums)
         assert grads.coefficients is not None  # empty without any
@@ -126,7 +106,7 @@ class TorchChunks:
         for i in reversed(range(len(self.queries))):
             queries = chunk_step.Queries(self.queries[i], self.coefficients, parts[i])
             keys, state = self.own_keys[i], read[i if self.plan.causal else 0]
-            found = self.step(chunk_step.backward, queries, keys, state, dstate)
+            found = chunk_step.backward(self.tables, queries, keys, state, dstate)
             self.write(found.q, grads.queries, i)
             if keys is not None:
                 self.write(found.k, grads.keys[..., self.own], i)
@@ -135,7 +115,7 @@ class TorchChunks:
                 grads.coefficients.add_(found.coefficients)
             dstate = dstate if found.state is None else found.state
         for i in reversed(range(len(self.earlier_keys))):
-            found = self.step(chunk_step.backward, None, self.earlier_keys[i], None, dstate)
+            found = chunk_step.backward(self.tables, None, self.earlier_keys[i], None, dstate)
             self.write(found.k, grads.keys[..., self.earlier], i)
             self.write(found.v, grads.values[..., self.earlier], i)
             dstate = dstate if found.state is None else found.state
