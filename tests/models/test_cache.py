@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch._dynamo.testing import CompileCounter
 from transformers.cache_utils import DynamicCache
 
@@ -254,6 +258,36 @@ def test_a_file_of_an_earlier_version_has_no_magnitudes(tmp_path: Path) -> None:
         layer.state = dataclasses.replace(layer.state, magnitudes=None, largest=None)
     cache.save(path)
     with pytest.raises(ValueError, match="saved by earlier versions have none"):
+        sr.RecurrentCache.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("magnitudes", torch.Tensor.half, "of the dtype and device of its sums"),
+        ("largest", torch.Tensor.double, "of the dtype and device of its sums"),
+        ("visible", torch.Tensor.float, "visible must be .1. of torch.int64"),
+        ("tokens", lambda _: -5, "tokens must be an integer >= 0, not -5"),
+        ("tokens", lambda _: 1.5, "tokens must be an integer >= 0, not 1.5"),
+        ("tokens", lambda _: "x", "tokens must be an integer >= 0, not 'x'"),
+    ],
+)
+def test_a_file_of_other_types_is_refused(
+    tmp_path: Path, name: str, changed: Callable[[Any], Any], message: str
+) -> None:
+    """C++ would read and write beyond the memory of its tensors."""
+    path, cache = tmp_path / "cache.safetensors", sr.RecurrentCache()
+    build("taylor:3")(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    cache.save(path)
+    with safe_open(path, framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        states = json.loads(file.metadata()["states"])
+    if name == "tokens":
+        states[0][name] = changed(states[0][name])
+    else:
+        tensors[f"0.{name}"] = changed(tensors[f"0.{name}"])
+    save_file(tensors, path, metadata={"states": json.dumps(states)})
+    with pytest.raises(ValueError, match=message):
         sr.RecurrentCache.load(path)
 
 

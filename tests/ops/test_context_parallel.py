@@ -31,6 +31,9 @@ SPECS = {
     "strong": sr.AttentionSpec(series="power", order=2, feature_map="relu", decay="token"),
 }
 DECAYS = {"strong": 10.0}
+# With padding=True, which may hide more keys than a window holds; their outputs mean nothing.
+PADDED = {"padded": sr.AttentionSpec(window=3, decay="token")}
+SPECS |= PADDED
 # Of the other tensors, what has a dimension of positions, and where.
 POSITIONS = {"q": 2, "k": 2, "v": 2, "input_gate": 2, "output_gate": 2, "outside_q": 2}
 POSITIONS |= {"outside_k": 2, "log_decay": 2}
@@ -38,14 +41,21 @@ POSITIONS |= {"outside_k": 2, "log_decay": 2}
 
 def case_of(name: str, masked: bool) -> Case:
     shape = Shape(2, 4, 2, LENGTH, LENGTH, 3, 2)
-    return make_case(
-        SPECS[name], shape=shape, mask="padding" if masked else "none", decay=DECAYS.get(name, 0.3)
-    )
+    mask = "none" if not masked else "gaps" if name in PADDED else "padding"
+    return make_case(SPECS[name], shape=shape, mask=mask, decay=DECAYS.get(name, 0.3))
+
+
+def attend(function: Any, name: str, *args: Any, mask: Tensor | None, **options: Any) -> Tensor:
+    """The outputs that mean something, and 0."""
+    if name not in PADDED:
+        return function(*args, mask=mask, **options)
+    out = function(*args, mask=mask, padding=True, **options)
+    return out if mask is None else out.masked_fill(~mask.mT, 0.0)
 
 
 @functools.cache
 def expected_of(name: str, masked: bool) -> dict[str, Tensor]:
-    return case_of(name, masked).run(sr.attention, form="dense")
+    return case_of(name, masked).run(functools.partial(attend, sr.attention, name), form="dense")
 
 
 def part(x: Tensor, dim: int, rank: int, count: int) -> Tensor:
@@ -82,7 +92,7 @@ def one(name: str, masked: bool, form: str, rank: int, count: int) -> dict[str, 
     if mask is not None:  # a process without hidden keys need not give it
         mask = part(mask, 3, rank, count)
         mask = None if mask.all() else mask
-    out = context_parallel_attention(spec=case.spec, mask=mask, form=form, **tensors)
+    out = attend(context_parallel_attention, name, spec=case.spec, mask=mask, form=form, **tensors)
     grads = torch.autograd.grad(
         (out * part(case.upstream, 2, rank, count)).sum(),
         [*tensors.values()],

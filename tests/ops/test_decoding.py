@@ -31,6 +31,20 @@ SPECS = {
 COVERED = SPECS.keys() - {"linear_relu", "taylor:3"}  # whose denominators have an offset or floor
 
 
+@needs_library
+def test_constants_are_of_the_cpu_whatever_the_default_device_is() -> None:
+    """C++ would read addresses of another device."""
+    spec = sr.AttentionSpec(series="power", order=3)
+    q, k, v = torch.randn(3, 1, 2, 9, 5).unbind(0)
+    _, state = sr.attention(q, k, v, spec, return_state=True)
+    one = [x[:, :, :1] for x in (q, k, v)]
+    native_token._constants.cache_clear()
+    with torch.device("meta"):
+        found, _ = sr.attention(*one, spec, state=state, return_state=True)
+    expected, _ = sr.attention(*one, spec, state=state, return_state=True, form="recurrent")
+    torch.testing.assert_close(found, expected)
+
+
 def normal(draw: torch.Generator, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype)
 

@@ -126,6 +126,31 @@ def test_keys_beside_much_longer_hidden_ones(hidden_by: str) -> None:
     torch.testing.assert_close(found[:, :, reset + 2 :], alone[:, :, 2:])
 
 
+@pytest.mark.parametrize("hidden", [1.0, torch.nan, torch.inf])
+def test_hidden_keys_do_not_hide_an_overflow_of_outputs(hidden: float) -> None:
+    q = torch.ones(1, 1, 4, 2).half()
+    k, v = q.clone(), torch.full_like(q, 6e4)
+    k[:, :, 0] = hidden
+    mask = torch.tensor([False, True, True, True])
+    with pytest.raises(OverflowError, match=r"The largest output, 7.*e\+05, overflows"):
+        sr.attention(q, k, v, sr.AttentionSpec(denominator="none"), mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_coefficients_that_underflow_are_refused(dtype: torch.dtype) -> None:
+    x = torch.full((1, 1, 2, 2), 5.0, dtype=dtype)
+    highest = 170 if dtype == torch.float64 else 33
+    spec = sr.AttentionSpec(series="taylor", order=highest)
+    for form in sr.forms(spec):  # chunked and recurrent included
+        sr.attention(x, x, x, spec, form=form)
+    with pytest.raises(ValueError, match=f"order={highest + 1} .* Use an order up to {highest}"):
+        sr.attention(x, x, x, replace(spec, order=highest + 1))
+    least = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).tiny / 4
+    polynomial = sr.AttentionSpec(series="polynomial", coefficients=(1.0, 0.0, least))
+    with pytest.raises(ValueError, match="of the polynomial underflows"):
+        sr.attention(x, x, x, polynomial)
+
+
 @pytest.mark.parametrize("form", sr.forms("taylor:4"))
 def test_hidden_keys_do_not_hide_an_overflow(form: str) -> None:
     q, k, v = torch.randn(3, 1, 2, 20, 4).unbind(0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import softmax_rnn as sr
 from cases import VARIANTS, WIDENED, Shape, make_case
@@ -105,6 +106,13 @@ def test_the_l2_norm_of_small_powers() -> None:
     v = torch.full((1, 1, 1, 4), 0.5)
     for form in sr.forms(spec):
         torch.testing.assert_close(sr.attention(q, k, v, spec, form=form), v)
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
+def test_a_log_decay_above_zero_is_refused(kind: type[Tensor]) -> None:
+    x, decay = torch.randn(1, 2, 5, 3), kind(torch.tensor([0.5, -1.0]))
+    with pytest.raises(ValueError, match=r"log_decay must be <= 0; the largest is 0.5"):
+        sr.attention(x, x, x, sr.AttentionSpec(decay="head"), log_decay=decay)
 
 
 @pytest.mark.parametrize("size", [1e-15, 1e-12, 1e-8, 1e-3, 1.0, 1e4, 1e9])

@@ -93,7 +93,7 @@ def corpus_files(corpus: str) -> list[Path]:
             f"file, a folder, a glob such as 'texts/**/*.jsonl', {', '.join(map(repr, _INSTALLED))}"
             ", or 'hf:owner/name' for a dataset of the Hugging Face Hub."
         )
-    return sorted(files)
+    return sorted(set(files))  # a glob with several ** names a file several times
 
 
 def _installed_files(corpus: str) -> list[Path]:

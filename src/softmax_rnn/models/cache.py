@@ -184,8 +184,11 @@ class RecurrentLayer(CacheLayerMixin):
     def restored(cls, tensors: dict[str, Tensor], fields: dict[str, Any], static: bool) -> Self:
         """The layer of which :meth:`saved` has returned these."""
         layer, spec = cls(static), AttentionSpec.from_dict(fields["spec"])
-        layer.state = State.from_tensors(spec, fields["tokens"], tensors)
-        layer.state.check_magnitudes()
+        tokens = fields["tokens"]
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+            raise ValueError(f"tokens must be an integer >= 0, not {tokens!r}.")
+        layer.state = State.from_tensors(spec, tokens, tensors)
+        layer.state.check_counts()
         return layer
 
     def reset(self) -> None:

@@ -66,10 +66,10 @@ def context_parallel_attention(
     spec = resolve(spec)
     if form != "auto" and form not in FORMS:
         raise unknown("form", form, ["auto", *FORMS])
-    masked = _agree(q, k, mask, options, group)
+    masked, padded = _agree(q, k, mask, options, group)
     mask = checked_mask(mask, q, k)
     check_per_key(mask)
-    given = {name: x for name, x in options.items() if x is not None}
+    given = {name: x for name, x in options.items() if x is not None} | {"padding": padded}
     if distributed.get_world_size(group) == 1:
         return attention(q, k, v, spec, causal=causal, mask=mask, form=form, **given)
     if causal and _passes_states(spec, form, k, v):
@@ -80,7 +80,10 @@ def context_parallel_attention(
     if masked:
         shown = k.new_ones(1, 1, 1, 1, dtype=torch.bool) if mask is None else mask
         tensors["mask"] = shown.expand(len(k), 1, 1, k.shape[2]).mT
-    given |= {name: _with_others(x, spec, causal, group) for name, x in tensors.items()}
+    window = None if spec.global_keys or spec.outside == "series" else spec.hiding_window
+    if masked and padded:  # hidden keys count in no window, which may reach back to any process
+        window = None
+    given |= {name: _with_others(x, window, causal, group) for name, x in tensors.items()}
     if masked:
         given["mask"] = given["mask"].mT
     return attention(q, spec=spec, causal=causal, form=form, **given)
@@ -123,8 +126,13 @@ class _Gather(torch.autograd.Function):
         return own, None
 
 
-def _agree(q: Tensor, k: Tensor, mask: Tensor | None, options: dict[str, Any], group: Any) -> bool:
-    """Whether any process has a mask; ``ValueError`` for input that cannot be shared."""
+def _agree(
+    q: Tensor, k: Tensor, mask: Tensor | None, options: dict[str, Any], group: Any
+) -> tuple[bool, bool]:
+    """Whether any process has a mask, and padding.
+
+    Raises ``ValueError`` for input that cannot be shared.
+    """
     if not (distributed.is_available() and distributed.is_initialized()):
         raise ValueError(
             "Context parallelism needs the processes of torch.distributed: start them with "
@@ -132,14 +140,15 @@ def _agree(q: Tensor, k: Tensor, mask: Tensor | None, options: dict[str, Any], g
         )
     if options.get("state") is not None or options.get("return_state"):
         raise ValueError("Context parallelism takes and returns no state.")
-    own = torch.tensor([q.shape[2], k.shape[2], mask is not None], device=q.device)
-    queries, keys, masks = gathered(own, group).T.tolist()
+    sizes = [q.shape[2], k.shape[2], mask is not None, bool(options.get("padding"))]
+    own = torch.tensor(sizes, device=q.device)
+    queries, keys, masks, paddings = gathered(own, group).T.tolist()
     if len({*queries, *keys}) > 1:
         raise ValueError(
             "Every process has as many queries as keys, and as many as the others, not "
             f"{queries} queries and {keys} keys."
         )
-    return any(masks)
+    return any(masks), any(paddings)
 
 
 def _passes_states(spec: AttentionSpec, form: str, k: Tensor, v: Tensor) -> bool:
@@ -252,10 +261,9 @@ def _from_process(x: Tensor, distance: int, group: Any) -> Tensor:
     return found
 
 
-def _with_others(x: Tensor, spec: AttentionSpec, causal: bool, group: Any) -> Tensor:
+def _with_others(x: Tensor, window: int | None, causal: bool, group: Any) -> Tensor:
     """Keys [B, H, T, ...] of this process, and before them those of others that its queries see."""
     rank, keys = distributed.get_rank(group), x.shape[2]
-    window = None if spec.global_keys or spec.outside == "series" else spec.hiding_window
     if window is not None and window - 1 <= keys:
         tails = gathered(x[:, :, keys - window + 1 :], group)[max(0, rank - 1) : rank]
         return torch.cat([tails.movedim(0, 2).flatten(2, 3), x], dim=2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from softmax_rnn.ops.decay import FLOOR
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, no_data, visible
+from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, no_data, visible, without_hidden
 from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State
@@ -187,12 +187,20 @@ def check_sums(
         )
 
 
-def check_output(out: Tensor, dtype: torch.dtype, inputs: Inputs) -> None:
-    """Raise ``OverflowError`` if outputs of finite inputs exceed the range of ``dtype``."""
+def check_output(out: Tensor, dtype: torch.dtype, inputs: Inputs, mask: Tensor | None) -> None:
+    """Raise ``OverflowError`` if outputs of finite inputs exceed the range of ``dtype``.
+
+    What hidden keys and values hold does not matter.
+    """
     if no_data(out) or not out.numel():
         return
     largest = out.detach().abs().amax().item()
-    if largest > torch.finfo(dtype).max and all(all_finite(x) for x in inputs):
+    if not largest > torch.finfo(dtype).max:
+        return
+    q, k, v = inputs
+    if mask is not None:
+        k, v = without_hidden(mask, k, v)
+    if all(all_finite(x) for x in (q, k, v)):
         raise OverflowError(
             f"The largest output, {largest:.3g}, overflows {dtype}, whose largest number is "
             f"{torch.finfo(dtype).max:.3g}: {_sizes(inputs)}. Use a wider type, a denominator or a "

@@ -232,7 +232,7 @@ class AttentionCore(LayerPart):
             if out is not None:
                 return out
         mask = options.get("mask")
-        if mask is not None and self.context_group is None and is_per_key(mask):
+        if mask is not None and is_per_key(mask):
             options["padding"] = True
         own: dict[str, Any] = {"log_decay": projected.log_decay}
         gate = skip = None

@@ -31,6 +31,7 @@ from softmax_rnn.ops.validation import (
     check_extras,
     check_outside,
     check_per_key,
+    check_series,
     check_tensors,
     checked_mask,
 )
@@ -191,6 +192,8 @@ def attention(
         check_extras(extra, spec, q, v)
     if outside_q is not None or outside_k is not None:
         check_outside(outside_q, outside_k, q, k, spec)
+    if spec.order is not None:
+        check_series(spec, compute_dtype(q.dtype))
     check_decay(log_decay, spec, k, causal)
     if state is not None:
         check_state(state, spec, k, v, outside_k)
@@ -271,7 +274,7 @@ def attention(
         if output_gate is not None and spec.output_gate == "after_norm":
             out = out * output_gate
         if not spec.bounded:
-            check_output(out, input_dtype, inputs)
+            check_output(out, input_dtype, inputs, mask)
         out = out.to(input_dtype)
         if packed is not None:
             out = packed.restored(out)
@@ -357,6 +360,7 @@ def _sums(
         options["keep_state"] = keep_state
         if state is not None:
             options |= {"state": state.sums, "magnitudes": state.magnitudes}
+            options["tokens"] = state.tokens
     sums = chosen.compute(q, k, v, spec, **given, **options)
     if later and mask is not None and not all_finite(sums.numerator):
         sums = chosen.compute(q, *without_hidden(mask, k, v), spec, **given, **options)

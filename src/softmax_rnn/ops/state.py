@@ -110,12 +110,23 @@ class State:
         own |= {part: KeptKeys(**named) for part, named in kept.items()}
         return cls(spec, tokens=tokens, **own)
 
-    def check_magnitudes(self, width: int | None = None) -> None:
-        """Raise ``ValueError`` unless there are the magnitudes that the spec needs.
+    def check_counts(self, width: int | None = None) -> None:
+        """Raise ``ValueError`` unless ``visible`` and the magnitudes are what the spec needs.
 
         ``width`` is that of keys, any width if it is not given.
         """
         found = [x if x is None else list(x.shape) for x in (self.magnitudes, self.largest)]
+        for x in (self.magnitudes, self.largest):
+            if x is not None and (x.dtype, x.device) != (self.sums.dtype, self.sums.device):
+                raise ValueError(
+                    "The state's magnitudes and largest must be of the dtype and device of its "
+                    f"sums, {self.sums.dtype} on {self.sums.device}, not {x.dtype} on {x.device}."
+                )
+        if self.visible.dtype != torch.int64 or self.visible.shape != self.sums.shape[:1]:
+            raise ValueError(
+                f"The state's visible must be {list(self.sums.shape[:1])} of torch.int64, not "
+                f"{list(self.visible.shape)} of {self.visible.dtype}."
+            )
         needed: list[list[int] | None] = [None, None]
         if self.spec.sums_can_cancel:
             heads = list(self.sums.shape[:2])
@@ -178,7 +189,7 @@ def check_state(
             f"The state's sums must have shape {list(shape)} for these inputs, "
             f"not {list(state.sums.shape)}."
         )
-    state.check_magnitudes(width)
+    state.check_counts(width)
     for name, count in (("recent", spec.window or 0), ("first", spec.global_keys)):
         kept = getattr(state, name)
         found = 0 if kept is None else kept.k.shape[2]

@@ -49,6 +49,26 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
         )
 
 
+# The highest orders of Taylor series whose coefficients 1/n! are normal numbers.
+_TAYLOR_ORDERS = {torch.float32: 33, torch.float64: 170}
+
+
+def check_series(spec: AttentionSpec, dtype: torch.dtype) -> None:
+    """Raise ``ValueError`` if coefficients of a series underflow in ``dtype``, that of its sums."""
+    if spec.series == "taylor" and (spec.order or 0) > _TAYLOR_ORDERS[dtype]:
+        raise ValueError(
+            f"The coefficients of order={spec.order} fall to 1/{spec.order}!, which underflows "
+            f"{dtype}: its highest powers would be missing. Use an order up to "
+            f"{_TAYLOR_ORDERS[dtype]}{' or float64' if dtype == torch.float32 else ''}."
+        )
+    least = min([1.0, *[abs(a) for a in spec.coefficients or () if a]])
+    if least < torch.finfo(dtype).tiny:
+        raise ValueError(
+            f"The coefficient {least:.3g} of the polynomial underflows {dtype}. Set it to 0"
+            f"{', or use float64' if dtype == torch.float32 else ''}."
+        )
+
+
 def require_first_keys(spec: AttentionSpec, mask: Tensor | None) -> None:
     """Raise ``ValueError`` if the first keys that rows of a full mask see may differ."""
     if spec.global_keys and mask is not None and mask.shape[-2] > 1 and mask.stride(-2):

@@ -246,3 +246,18 @@ def test_ordinary_sums_are_above_their_noise(name: str, width: int) -> None:
         noise, _ = magnitudes.read_noise(columns, None, weights, False, 16, scale)
         lost = (total.abs() < noise).double().mean()
         assert lost <= (0 if spec.sign_definite else 1e-3)
+
+
+def test_every_addition_to_a_state_rounds_it() -> None:
+    """Tokens one by one, of which all but the last cancel: what is left is known to be noise."""
+    draw, spec = torch.Generator().manual_seed(0), sr.AttentionSpec(series="power", order=1)
+    k = torch.randn(4000, generator=draw)
+    k = torch.cat([k, -k[torch.randperm(len(k), generator=draw)]])
+    state, one = None, torch.ones(1, 1, 1, 1)
+    for key in k.tolist():
+        _, state = sr.attention(one, one * key, one, spec, state=state, return_state=True)
+    error = float((state.sums.double() - k.double().sum()).abs().max())
+    known = EPS * magnitudes.ROUNDING * state.magnitudes.item()
+    grown = known * magnitudes.growth(state.tokens, 1, 1, True, 1, one).item()
+    assert error <= grown
+    assert grown > 50 * known

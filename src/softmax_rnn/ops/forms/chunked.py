@@ -24,7 +24,7 @@ from softmax_rnn.ops.forms.chunk_plan import Loops, Plan, plain_spec
 from softmax_rnn.ops.forms.columns import Columns, from_columns, to_columns, with_own_terms
 from softmax_rnn.ops.forms.fading import decay_grad
 from softmax_rnn.ops.forms.first_order import first_order
-from softmax_rnn.ops.forms.magnitudes import read_noise
+from softmax_rnn.ops.forms.magnitudes import growth, read_noise
 from softmax_rnn.ops.forms.one_token import one_token
 from softmax_rnn.ops.forms.row_sums import RowSums, no_data, without_autocast
 from softmax_rnn.ops.forms.torch_chunks import by_heads
@@ -44,6 +44,7 @@ def chunked(
     coefficients: Tensor | None = None,
     state: Tensor | None = None,
     magnitudes: Tensor | None = None,
+    tokens: int | Tensor = 0,
     keep_state: bool = False,
     chunk: int | None = None,
     engine: Loops | None = None,
@@ -51,7 +52,8 @@ def chunked(
     """As :func:`softmax_rnn.ops.forms.dense.dense`, with the earlier keys summed in ``state``.
 
     The mask is per key, broadcastable to [B, Hkv, 1, S]. The state holds sums over earlier keys:
-    [B, Hkv, E + 1, rows], or E without a row sum; ``magnitudes`` are what was added to them.
+    [B, Hkv, E + 1, rows], or E without a row sum; ``magnitudes`` are what was added to them,
+    of ``tokens`` tokens.
     ``keep_state`` requests the state after the last key. ``chunk`` is the number of tokens per
     chunk, by default the fastest; 1 is the plain recurrence. ``engine`` is what computes the
     chunks: by default C++ or Triton where they suit.
@@ -85,6 +87,7 @@ def chunked(
         before = None if magnitudes is None else magnitudes.flatten(0, 1)
         blocks = causal and not at_once, chunk or 1
         noise, after = read_noise(given, before, weights, *blocks, scale / factor)
+        noise = noise * growth(tokens, q.shape[2], k.shape[2], *blocks, noise)
     kept = {"state": last_state, "magnitudes": after} if keep_state else {}
     return from_columns(sums, spec, k, noise, **kept)
 

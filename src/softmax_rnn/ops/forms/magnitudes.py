@@ -34,7 +34,8 @@ from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec, Decay, Series
 
-# The rounding errors of many products add up to a few units in the last place.
+# The rounding errors of many products, added up at once, are a few units in the last place.
+# ``growth`` is what further additions to a state add.
 ROUNDING = 4.0
 
 
@@ -60,6 +61,19 @@ def fading(spec: AttentionSpec, total: Tensor) -> Tensor:
         n = torch.arange(counts.start, counts.stop, device=total.device)
         total = total * n.unsqueeze(-1)
     return fade_(total)
+
+
+def growth(
+    tokens: int | Tensor, queries: int, keys: int, causal: bool, chunk: int, like: Tensor
+) -> Tensor:
+    """How the noise grows with the number of additions to a state, [T or 1]: by its square root.
+
+    Each addition rounds the state, and rounding errors differ in sign. (Those of many equal tokens
+    may not. Float64 is for these.) Keys are added in chunks, the ``tokens`` before them one by one.
+    """
+    first = keys - queries if causal else keys
+    index = torch.arange(first, first + (queries if causal else 1), device=like.device)
+    return (1 + tokens + index // chunk).to(like.dtype).sqrt()
 
 
 def read_noise(

@@ -85,6 +85,7 @@ def run(
     contiguous, and 0 where there is none.
     """
     tensors = {name: x.resolve_neg() for name, x in tensors.items()}
+    assert all(x.is_cpu for x in tensors.values()), "The library reads the memory of the CPU."
     pointers = {name: x.data_ptr() for name, x in tensors.items()}
     arguments = call(**pointers, **numbers, threads=threads())
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")

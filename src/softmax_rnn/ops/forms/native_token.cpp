@@ -17,7 +17,7 @@ template <class T> struct Call {
   double* found;
   T *next_magnitudes, *next_largest;
   int64_t heads, groups, width, values, monomials, rows, map, first, powers, threads;
-  double scale, guard;
+  double scale, guard, growth;
 };
 
 template <class T> struct Head {
@@ -127,7 +127,7 @@ template <class T> struct Head {
     for (int64_t i = 1; i < c.first; i++) power *= length;
     for (int64_t i = 0; i < c.powers; i++) noise += c.roundings[i] * tops[i] * (power *= length);
     // Powers of small numbers may have underflowed.
-    return std::max(1e6 * double(std::numeric_limits<T>::min()), noise);
+    return std::max(1e6 * double(std::numeric_limits<T>::min()), c.growth * noise);
   }
 };
 

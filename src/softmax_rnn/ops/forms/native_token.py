@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -62,6 +63,7 @@ class _Call(ctypes.Structure):
         ("threads", ctypes.c_int64),
         ("scale", ctypes.c_double),
         ("guard", ctypes.c_double),
+        ("growth", ctypes.c_double),
     )
 
 
@@ -80,7 +82,7 @@ def step(
     given = {"q": q.contiguous(), "k": k.contiguous(), "v": v.contiguous()}
     given["state"] = state.sums.contiguous()
     if log_decay is not None:
-        each = log_decay.double().clamp(min=MIN_LOG_DECAY)
+        each = log_decay.double().clamp(MIN_LOG_DECAY, 0.0)
         given["log_decay"] = each.reshape(-1) if log_decay.ndim > 1 else each.repeat(len(k))
     found, out = q.new_empty(3, dtype=torch.float64), q.new_empty(*q.shape[:3], v.shape[3])
     written = {"out": out, "next": torch.empty_like(given["state"]), "found": found}
@@ -96,6 +98,7 @@ def step(
         groups=q.shape[1] // k.shape[1],
         width=q.shape[3],
         values=v.shape[3],
+        growth=math.sqrt(1 + int(state.tokens)),
         **constants.numbers,
     )
     unsure, key, value = found.tolist()
@@ -120,7 +123,7 @@ def _constants(spec: AttentionSpec, width: int, dtype: torch.dtype) -> _Constant
     parents, factors = monomial_factors(width, degrees(spec)[1])
     tensors = {"parents": torch.from_numpy(parents), "factors": torch.from_numpy(factors)}
     counts = powers(spec) if spec.sums_can_cancel else range(0)
-    each = torch.tensor(roundings(spec, dtype), dtype=torch.float64)
+    each = torch.tensor(roundings(spec, dtype), dtype=torch.float64, device="cpu")
     tensors |= {"weights": weights, "roundings": each}
     numbers = {
         "monomials": cumulative_dimension(width, degrees(spec)[1]),

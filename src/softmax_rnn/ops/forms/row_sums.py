@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from softmax_rnn.ops.compiler import constant_when_compiled
 from softmax_rnn.ops.forms.first_order import transformed, wrapped
@@ -73,9 +73,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+# Others may stand for tensors that are elsewhere, or for none yet.
+_PLAIN = (Tensor, nn.Parameter)
+
+
 def no_data(x: Tensor) -> bool:
     """Whether the values cannot be read: while tracing, on the meta device, in ``torch.vmap``."""
-    if torch.compiler.is_compiling() or x.is_meta or type(x) is not Tensor:
+    if torch.compiler.is_compiling() or x.is_meta or type(x) not in _PLAIN:
         return True
     return transformed() and wrapped(x) and _mapped(x)
 
