@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Of the tests. Some wait for other processes: a few more than there are cores.
+WORKERS ?= 3
 # Training runs share the cores out themselves.
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -11,10 +13,10 @@ demo: $(VENV)/.run  ## train six variants side by side and report (about 6 minut
 	$(BIN)/softmax-rnn compare softmax norm gate linear_elu linear_relu linear_cosine --preset demo --out runs/demo
 
 test: $(VENV)/.dev  ## the tests that need no compiler and no processes, and one case of each that does
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow'
 
 test-all: $(VENV)/.dev  ## all tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 SECONDS ?= 120
 fuzz: $(VENV)/.dev  ## property tests with fresh examples: make fuzz SECONDS=600, and SEED=1 to repeat

@@ -10,7 +10,7 @@ import pytest
 
 RUN = Path(__file__).parents[1] / ".ci" / "run"
 ROOT, NOBODY = "echo 0", "echo 1000"
-TARGETS = ["make test-all", "make lint", "make fuzz SECONDS=120"]
+TARGETS = ["make test-all", "make fuzz SECONDS=120", "make lint"]
 INSTALLS = 'echo "apt-get $*" >> "$LOG"; echo chatter'
 
 
@@ -36,7 +36,9 @@ def test_a_browser_is_installed_where_it_can_be(
     assert ended.returncode == 0
     assert ended.stdout.startswith(said)
     assert ended.stdout.count("\n") == bool(said)
-    assert (tmp_path / "log").read_text().splitlines() == [*done, *TARGETS]
+    found = (tmp_path / "log").read_text().splitlines()
+    assert found[:-2] == [*done, TARGETS[0]]
+    assert sorted(found[-2:]) == TARGETS[1:]  # at the same time
 
 
 def test_it_tells_what_fresh_examples_find(tmp_path: Path) -> None:

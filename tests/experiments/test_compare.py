@@ -239,6 +239,7 @@ def _settings(config: RunConfig, path: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_comparison_resumes_after_a_signal(texts: Path, tmp_path: Path) -> None:
     """SIGTERM saves the runs; the resumed runs equal uninterrupted ones."""
     # So many steps that the signal comes before the last one on a busy machine, too.
