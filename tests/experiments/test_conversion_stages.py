@@ -337,13 +337,6 @@ def test_a_dry_run_refuses_what_cannot_run(
     assert message in capsys.readouterr().err
 
 
-def test_a_missing_source(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for more in ([], ["--dry_run"]):
-        code = main([*words(tmp_path / "none", corpus, tmp_path / "out"), *more])
-        assert code == ExitCode.WRONG_INPUT
-        assert "none" in capsys.readouterr().err
-
-
 def test_a_changed_source_is_noticed(corpus: Path, tmp_path: Path) -> None:
     source = save_source(tmp_path / "llama")
     settings = _settings(steps=2)

@@ -44,7 +44,8 @@ from softmax_rnn.training.checkpoint import PROGRESS, STATE, newest_whole
 from softmax_rnn.training.config import STAGES, ConversionConfig
 from softmax_rnn.training.conversion import converted_source, weights_hash
 from softmax_rnn.training.folder import RunFolder, differences
-from softmax_rnn.training.opening import open_model
+from softmax_rnn.training.lora import require_peft
+from softmax_rnn.training.opening import check_source, open_model
 from softmax_rnn.training.run import load_rows, run_tokenizer, train
 from softmax_rnn.training.stopping import StopRequest
 
@@ -165,6 +166,7 @@ class Conversion:
         """
         for stage in stages:
             require_choice("stage", stage, STAGES)
+        self._check_needs(stages)
         make_writable(self.out)
         self._check_settings()
         if "fit" in stages and not self.fitted.exists():
@@ -197,6 +199,13 @@ class Conversion:
             # One process of a run publishes it, once.
             if os.environ.get("RANK", "0") == "0" and not self.model.exists():
                 self._publish()
+
+    def _check_needs(self, stages: Sequence[str]) -> None:
+        """Raise before the first stage what would only stop it, or one of the others, later."""
+        if "fit" in stages and not self.fitted.exists():
+            check_source(self.transfer.source)
+        if "finetune" in stages and self.finetune.adapted and not self.finetune_run.finished:
+            require_peft()
 
     def _check_settings(self) -> None:
         """Save the settings; raise ``ValueError`` if the folder has a conversion with others."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,15 +18,20 @@ from softmax_rnn.models.converted_layer import ConvertedLayer
 _NAME = "default"  # peft's own for a single adapter
 
 
+def require_peft() -> None:
+    """Raise ``ModuleNotFoundError`` if the package is missing, without its slow import."""
+    if find_spec("peft") is None:
+        raise missing_extra("convert", "lora_rank > 0", ModuleNotFoundError(name="peft"))
+
+
 def add_lora(model: PreTrainedModel, rank: int, seed: int) -> None:
     """Add matrices of rank ``rank``, scaled by 2, to the linear layers of the base model.
 
     Those of a converted attention's own parts get none, nor does the output layer.
     """
-    try:
-        import peft
-    except ModuleNotFoundError as error:
-        raise missing_extra("convert", "lora_rank > 0", error) from error
+    require_peft()
+    import peft
+
     parts = [part for part in model.base_model.modules() if isinstance(part, ConvertedLayer)]
     own = {module for part in parts for module in part.modules()}
     layers = {

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from softmax_rnn.data import load_tokenizer
-from softmax_rnn.models.loading import HUB, load_model
+from softmax_rnn.models.loading import HUB, load_model, meta_model
 from softmax_rnn.training.checkpoint import load_trained, model_folder
 from softmax_rnn.training.folder import RunFolder
 
@@ -55,6 +55,11 @@ def open_model(source: str, *, end_of_text: str | None = None) -> OpenedModel:
         name, end_of_text=end_of_text, local=not source.startswith(HUB), ends=False
     )
     return OpenedModel(model.eval(), tokenizer, run, name)
+
+
+def check_source(source: str) -> None:
+    """Raise what :func:`open_model` would, as far as the configuration shows it."""
+    meta_model(source if _elsewhere(source) else model_folder(Path(source)))
 
 
 def tokenizer_name(source: str) -> str:
