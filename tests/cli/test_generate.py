@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers.processors import TemplateProcessing
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from softmax_rnn._utils.integrity import seal
+from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.cli.generate import generate
 from softmax_rnn.data import task_tokenizer
 from softmax_rnn.data.tokenizer import byte_tokenizer, load_tokenizer
+from softmax_rnn.models import convert
 from softmax_rnn.models.loading import load_model
 from softmax_rnn.training import checkpoint
 from softmax_rnn.training.checkpoint import CheckpointError, model_folder
+from sources import save_source
 from test_modeling import build
 
 
@@ -146,13 +149,29 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         generate(model, "a", top_k=5)
     with pytest.raises(ValueError, match="max_new_tokens must be >= 1, not 0"):
         generate(model, "a", max_new_tokens=0)
-    theirs = LlamaConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    LlamaForCausalLM(theirs).save_pretrained(tmp_path / "theirs")
-    byte_tokenizer().save_pretrained(tmp_path / "theirs")
-    with pytest.raises(ValueError, match="contains a LlamaForCausalLM"):
-        generate(tmp_path / "theirs", "a")
+
+
+@pytest.mark.parametrize("family", ["Llama", "Lfm2"])
+def test_a_converted_model_continues_a_prompt(family: str, tmp_path: Path) -> None:
+    """Also one of a family in which other layers have no attention, and its source."""
+    mixed = {"layer_types": ["conv", "full_attention"]} if family == "Lfm2" else {}
+    source = save_source(tmp_path / "source", family, eos_token_id=None, **mixed)
+    plain = generate(source, "def ", max_new_tokens=9)
+    assert plain.cache == "key-value"
+    assert len(plain.text) > 0
+    with pytest.raises(ValueError, match=f"this {family}ForCausalLM has none"):
+        generate(source, "def ", cache="recurrent")
+    layers = [1] if mixed else None
+    for name, kind in (("taylor:1", "recurrent"), ("window:4", "key-value")):
+        model = convert(load_model(source), name, layers)
+        model.save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+        given = functools.partial(generate, tmp_path / name, "def ", max_new_tokens=9)
+        auto = given(streamed=True)
+        assert auto.cache == kind
+        assert given(cache=kind).text == given(cache="none").text == auto.text
+        assert auto.cache_bytes > 0
+        assert f"cache: {kind}, {bytes_text(auto.cache_bytes)} after 13 tokens" in str(auto)
 
 
 def test_a_model_of_a_task_continues_its_tokens(tmp_path: Path) -> None:

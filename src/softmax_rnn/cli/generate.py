@@ -6,16 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import TextStreamer, set_seed
+from transformers import PreTrainedModel, TextStreamer, set_seed
 from transformers.cache_utils import Cache, DynamicCache
 
 from softmax_rnn._utils.errors import require_choice
 from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.cli.command import CACHES
-from softmax_rnn.data import load_tokenizer
 from softmax_rnn.models import SoftmaxRNNForCausalLM
-from softmax_rnn.models.cache import RecurrentCache, key_value_bytes, recurrent_bytes
-from softmax_rnn.training.checkpoint import load_trained, model_folder
+from softmax_rnn.models.cache import (
+    RecurrentCache,
+    RecurrentLayer,
+    cache_bytes,
+    key_value_bytes,
+    recurrent_bytes,
+)
+from softmax_rnn.models.converted import ConvertedModel
+from softmax_rnn.training.opening import open_model
 
 
 @dataclass(frozen=True)
@@ -26,28 +32,20 @@ class Generation:
         text: the new text, without the prompt.
         tokens: number of tokens of the prompt and the new text.
         cache: ``recurrent``, ``key-value`` or ``none``.
-        recurrent_bytes: size of a recurrent cache; ``None`` if the attention has no recurrent form.
-        key_value_bytes: size of a key/value cache after ``tokens`` tokens.
-        smaller_from: number of tokens from which the recurrent cache is smaller than the key/value
-            cache; ``None`` if the attention has no recurrent form.
+        cache_bytes: size of the cache that was used.
+        sizes: of a model of this package, what either kind of cache would take; else nothing.
     """
 
     text: str
     tokens: int
     cache: str
-    recurrent_bytes: int | None
-    key_value_bytes: int
-    smaller_from: int | None
+    cache_bytes: int
+    sizes: str
 
     def __str__(self) -> str:
-        """The cache used and both sizes, in one line."""
-        sizes = f"key/value cache {bytes_text(self.key_value_bytes)} after {self.tokens} tokens"
-        if self.recurrent_bytes is None:
-            return f"cache: {self.cache}; {sizes}; this attention has no recurrent form"
-        return (
-            f"cache: {self.cache}; recurrent cache {bytes_text(self.recurrent_bytes)} at any "
-            f"length, {sizes}; the recurrent cache is smaller from {self.smaller_from:,} tokens on"
-        )
+        """The cache used and the sizes, in one line."""
+        size = f", {bytes_text(self.cache_bytes)} after {self.tokens} tokens"
+        return f"cache: {self.cache}{self.sizes or size}"
 
 
 def generate(
@@ -64,7 +62,8 @@ def generate(
     """Continue a prompt.
 
     Args:
-        checkpoint: folder of a run (its newest intact checkpoint is used) or of a saved model.
+        checkpoint: folder of a run (its newest intact checkpoint is used) or of a saved model, also
+            a converted one or any other causal language model.
         prompt: the text to continue, for a model of a task the ids of tokens (``3 77 5``); it must
             give at least one token.
         max_new_tokens: generate at most this many tokens; an end-of-text token stops earlier.
@@ -72,7 +71,7 @@ def generate(
         top_k: sample among this many likeliest tokens only.
         seed: random seed of sampling.
         cache: ``auto`` (recurrent for a finite series, unless its states are larger than the
-            model), ``recurrent``, ``key-value`` or ``none``.
+            model, else the model's usual one), ``recurrent``, ``key-value`` or ``none``.
         streamed: whether to print the text while it is generated.
 
     Raises:
@@ -90,14 +89,7 @@ def generate(
         )
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be >= 1, not {max_new_tokens!r}.")
-    folder = model_folder(checkpoint)
-    model = load_trained(folder).eval()
-    tokenizer = load_tokenizer(str(folder), local=True, ends=False)
-    if not isinstance(model, SoftmaxRNNForCausalLM):
-        raise ValueError(
-            f"{folder} contains a {type(model).__name__}, not a model of this package. A converted "
-            "model continues a prompt by generate() of transformers' AutoModelForCausalLM."
-        )
+    model, tokenizer, _, folder = open_model(str(checkpoint))
     # No special tokens, as in training: a document starts with its text.
     try:
         inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
@@ -107,42 +99,72 @@ def generate(
         ) from error
     if not inputs["input_ids"].shape[1]:
         raise ValueError(f"The prompt {prompt!r} gives no token; give some text.")
-    used = _new_cache(model, cache)
-    options: dict[str, Any] = {"do_sample": temperature > 0}
+    options = _cache_options(model, cache) | {"do_sample": temperature > 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": top_k or 0}
     set_seed(seed)
     eos = tokenizer.eos_token_id
-    ids = model.generate(
-        **inputs,
+    out = model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
         **options,
         max_new_tokens=max_new_tokens,
-        past_key_values=used,
-        use_cache=used is not None,
         pad_token_id=eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         streamer=TextStreamer(tokenizer, skip_special_tokens=True) if streamed else None,
+        return_dict_in_generate=True,
     )
+    ids, used = out.sequences, out.past_key_values if cache != "none" else None
     prompted, tokens = inputs["input_ids"].shape[1], ids.shape[1]
-    states = recurrent_bytes(model.config, model.dtype)
-    per_token = key_value_bytes(model.config, model.dtype, 1)
     return Generation(
         text=tokenizer.decode(ids[0, prompted:], skip_special_tokens=True),
         tokens=tokens,
-        cache={RecurrentCache: "recurrent", DynamicCache: "key-value"}.get(type(used), "none"),
-        recurrent_bytes=states,
-        key_value_bytes=per_token * tokens,
-        smaller_from=None if states is None else states // per_token + 1,
+        cache=_kind(used),
+        cache_bytes=0 if used is None else cache_bytes(used),
+        sizes=_sizes(model, tokens) if isinstance(model, SoftmaxRNNForCausalLM) else "",
     )
 
 
-def _new_cache(model: SoftmaxRNNForCausalLM, name: str) -> Cache | None:
+def _kind(cache: Cache | None) -> str:
+    if cache is None:
+        return "none"
+    states = isinstance(cache, RecurrentCache) and any(
+        isinstance(layer, RecurrentLayer) for layer in cache.layers
+    )
+    return "recurrent" if states else "key-value"
+
+
+def _cache_options(model: PreTrainedModel, name: str) -> dict[str, Any]:
+    """The settings of ``generate`` for a cache; none for the model's own choice."""
+    if name == "none":
+        return {"use_cache": False}
+    if name == "key-value":
+        return {"past_key_values": DynamicCache(config=model.config)}
     if name == "auto":
-        return model.new_cache()
-    if name == "recurrent":
+        return {}
+    if isinstance(model, SoftmaxRNNForCausalLM):
         if not model.config.spec.has_state:
             raise ValueError(
                 "cache='recurrent' needs a finite series without a clamp; this model's attention "
                 f"is {model.config.spec}."
             )
-        return RecurrentCache()
-    return DynamicCache(config=model.config) if name == "key-value" else None
+        return {"past_key_values": RecurrentCache()}
+    cache = model.new_cache() if isinstance(model, ConvertedModel) else None
+    if _kind(cache) != "recurrent":
+        raise ValueError(
+            f"cache='recurrent' needs an attention with a state: this {type(model).__name__} has "
+            "none, or its states are larger than the model."
+        )
+    return {"past_key_values": cache}
+
+
+def _sizes(model: SoftmaxRNNForCausalLM, tokens: int) -> str:
+    """What either cache takes."""
+    states = recurrent_bytes(model.config, model.dtype)
+    per_token = key_value_bytes(model.config, model.dtype, 1)
+    sizes = f"key/value cache {bytes_text(per_token * tokens)} after {tokens} tokens"
+    if states is None:
+        return f"; {sizes}; this attention has no recurrent form"
+    return (
+        f"; recurrent cache {bytes_text(states)} at any length, {sizes}; the recurrent cache is "
+        f"smaller from {states // per_token + 1:,} tokens on"
+    )

@@ -52,7 +52,11 @@ def _report(parsed: Namespace) -> int:
 
 
 def _generate_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
-    parser.add_argument("checkpoint", type=str, help="folder of a run or of a saved model")
+    parser.add_argument(
+        "checkpoint",
+        type=str,
+        help="folder of a run or of a saved model, a GGUF file, or hf:owner/name",
+    )
     parser.add_argument("--prompt", type=str, required=True, help="the text to continue")
     parser.add_argument(
         "--max_new_tokens", type=int, default=200, help="generate at most this many"
@@ -190,7 +194,7 @@ COMMANDS = {
         extra="report",
     ),
     "generate": Command(
-        "continue a prompt with a trained model",
+        "continue a prompt with a trained or converted model",
         _generate_options,
         _generate,
         about="Continue a prompt, print the text while it is generated, then the cache that was "
