@@ -55,6 +55,21 @@ def test_mistakes_are_named(change: dict, message: str) -> None:
         sr.attention(x, x, x, spec, state=state, **arguments)
 
 
+def test_only_an_order_with_a_reasonable_state_is_suggested() -> None:
+    x = torch.ones(1, 2, 4, 4)
+    with pytest.raises(ValueError, match=r"order=9 is within 0.001 .* state of 27.9 KiB\.$"):
+        sr.attention(x, x, x, "softmax", return_state=True)
+    with pytest.raises(ValueError, match=r"27.9 KiB\. Without a state, use form='auto'"):
+        sr.attention(x, x, x, "softmax", form="chunked")
+    wide = torch.full((1, 2, 4, 16), 1.6)
+    with pytest.raises(ValueError, match=r"no Taylor .* reasonable size: order=\d\d .* TiB\.$"):
+        sr.attention(wide, wide, wide, "softmax", return_state=True)
+    with pytest.raises(ValueError, match=r"<= 4e\+04, and no Taylor series .* reasonable size\.$"):
+        sr.attention(100 * x, 200 * x, x, "softmax", return_state=True)
+    with pytest.raises(ValueError, match=r"the layer 'window_state:3' has; or keep the last keys"):
+        sr.attention(x, x, x, "window:3", return_state=True)
+
+
 def test_a_state_too_large_says_which_order_fits() -> None:
     x = torch.zeros(1, 8, 4, 128)
     with pytest.raises(MemoryError, match=r"[\d,]+ bytes .* the largest order that fits is [234]"):

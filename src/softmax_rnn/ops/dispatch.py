@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from softmax_rnn._utils.errors import unknown
+from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.ops.cost import Sizes, chunked_cost, cost_of_pairs, sizes_of
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms import fused, native, native_library, triton
@@ -20,8 +21,8 @@ from softmax_rnn.ops.forms.blocked import blocked
 from softmax_rnn.ops.forms.chunked import chunked
 from softmax_rnn.ops.forms.dense import dense
 from softmax_rnn.ops.forms.first_order import transformed, wrapped
-from softmax_rnn.ops.forms.row_sums import RowSums
-from softmax_rnn.ops.monomials import degrees
+from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype
+from softmax_rnn.ops.monomials import cumulative_dimension, degrees
 from softmax_rnn.ops.series import MAX_RADIUS, order_for
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.speeds import Engine, Speeds, speeds
@@ -31,6 +32,8 @@ from softmax_rnn.ops.variants import resolve
 
 # The tolerance of the Taylor series that the error for exp suggests.
 _TOLERANCE = 1e-3
+# Bytes of the largest state that it suggests.
+_REASONABLE = 2**28
 
 
 class Form(NamedTuple):
@@ -118,7 +121,7 @@ def choose(
         raise unknown("form", form, ["auto", *FORMS])
     wants_state = stateful or (form != "auto" and FORMS[form].stateful)
     if wants_state:
-        _require_state(spec, q, k)
+        _require_state(spec, q, k, v, asked=not stateful)
     candidates = _candidates(form, spec, q, stateful)
     if transformed():
         given = (q, k, v, mask, log_decay, *others)
@@ -202,19 +205,29 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-def _require_state(spec: AttentionSpec, q: Tensor, k: Tensor) -> None:
-    """Raise ``ValueError`` for a spec without a state; the message suggests a Taylor order."""
-    if spec.order is not None or spec.clamp is not None:
+def _require_state(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, asked: bool) -> None:
+    """Raise ``ValueError`` for a spec without a state; the message suggests a Taylor order.
+
+    ``asked`` is whether only the form that was asked for needs a state.
+    """
+    if spec.order is not None or spec.clamp is not None or spec.hiding_window is not None:
         degrees(spec)
         return
-    message = "The series 'exp' has infinitely many powers and so no finite state"
     features = [FEATURE_MAPS[spec.feature_map](x.detach().double()) for x in (q, k) if x.numel()]
     longest = [x.norm(dim=-1).amax().item() for x in features]
     radius = abs(spec.score_scale(q.shape[-1])) * math.prod(longest)
+    advice = f"for these inputs |score| <= {radius:.3g}, and no Taylor series near to exp on that "
+    advice += "range has a state of a reasonable size"
     if radius <= MAX_RADIUS:
-        message += (
-            f". Its Taylor series has one: for these inputs |score| <= {radius:.3g}, where "
-            f"series='taylor' with order={order_for(_TOLERANCE, radius)} is within {_TOLERANCE} of "
-            "exp (remainder_bound)"
-        )
-    raise ValueError(f"{message}. Without a state, use form='auto'.")
+        order = order_for(_TOLERANCE, radius)
+        rows = cumulative_dimension(features[-1].shape[-1] if features else k.shape[-1], order)
+        sums = rows * (v.shape[-1] + int(spec.row_sum is not None))
+        size = compute_dtype(k.dtype).itemsize * k.shape[0] * k.shape[1] * sums
+        near = f"order={order} is within {_TOLERANCE} of exp (remainder_bound)"
+        if size <= _REASONABLE:
+            advice = f"its Taylor series has one: for these inputs |score| <= {radius:.3g}, where "
+            advice += f"series='taylor' with {near}, with a state of {bytes_text(size)}"
+        else:
+            advice += f": {near}, with one of {bytes_text(size)}"
+    message = f"The series 'exp' has infinitely many powers and so no finite state; {advice}."
+    raise ValueError(message + (" Without a state, use form='auto'." if asked else ""))

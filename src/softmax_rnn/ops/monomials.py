@@ -71,15 +71,16 @@ def degrees(spec: AttentionSpec) -> tuple[int, int]:
             f"A clamped score (clamp={spec.clamp}) is not a sum of powers of q . k and has no "
             "recurrent form; use clamp=None."
         )
+    if spec.hiding_window is not None:
+        raise ValueError(
+            f"A window (window={spec.window}) has no recurrent form: a state is a sum, and keys "
+            "cannot be taken out of it. A finite series with outside='series' has one, as the "
+            f"layer 'window_state:{spec.window}' has; or keep the last keys and values in a cache."
+        )
     if spec.order is None:
         raise ValueError(
             "The series 'exp' has infinitely many powers and no finite state; series='taylor' "
             "with an order has one."
-        )
-    if spec.hiding_window is not None:
-        raise ValueError(
-            f"A window (window={spec.window}) has no recurrent form: a state is a sum, and keys "
-            "cannot be taken out of it. With outside='series' it has one."
         )
     order = index(spec.order)  # torch.compile may take the order of a second spec for a variable
     return (order if spec.series == "power" else 0), order
