@@ -211,11 +211,29 @@ def test_nothing_to_fit() -> None:
 def test_the_cache_of_a_state_does_not_grow() -> None:
     found = model(f"window_state:{WINDOW}")
     ids = torch.cat(rows(3))
-    costs = decoding_costs(found, ids, [16, 64, 100])
-    assert costs.cache_bytes.nunique() == 1
+    plain = LlamaForCausalLM(LlamaConfig(**SIZES))
+    costs = decoding_costs({"plain": plain, "state": found}, ids, [16, 64, 100])
     assert (costs.tokens_per_second > 0).all()
-    plain = decoding_costs(LlamaForCausalLM(LlamaConfig(**SIZES)), ids, [16, 64])
-    assert plain.cache_bytes.tolist() == [2 * 2 * 2 * 8 * 4 * tokens for tokens in (16, 64)]
+    sizes = {name: x.cache_bytes for name, x in costs.groupby("stage")}
+    assert sizes["state"].nunique() == 1
+    assert sizes["plain"].tolist() == [2 * 2 * 2 * 8 * 4 * tokens for tokens in (16, 64, 100)]
+
+
+def test_models_decode_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that becomes ten times as slow meanwhile leaves equal models equal."""
+    models = {name: LlamaForCausalLM(LlamaConfig(**SIZES)) for name in ("one", "other")}
+    now, calls = [0.0], []
+
+    def passes(*_: object) -> None:
+        calls.append(1)
+        now[0] += 1.0 if len(calls) < 12 else 10.0
+
+    for model in models.values():
+        model.register_forward_hook(passes)
+    monkeypatch.setattr("softmax_rnn.analysis.decoding.time.perf_counter", lambda: now[0])
+    costs = decoding_costs(models, torch.cat(rows(3)), [16, 32])
+    assert costs.tokens_per_second[0] == costs.tokens_per_second[1] == 1.0
+    assert costs.tokens_per_second[2] == costs.tokens_per_second[3] == 0.1
 
 
 def test_generation_of_many_tokens_keeps_its_memory_and_its_logits() -> None:

@@ -36,7 +36,7 @@ def measurements(
     rows: Sequence[dict[str, Tensor]],
     padding: int,
     *,
-    first: bool,
+    source: PreTrainedModel,
     second: bool,
     last: bool,
 ) -> Iterator[tuple[str, Measure]]:
@@ -48,7 +48,7 @@ def measurements(
         model: of the stage; it is not moved.
         rows: of the test split.
         padding: a token.
-        first: whether it is the pretrained model.
+        source: the pretrained model.
         second: whether it is the one without training.
         last: whether it is the result.
     """
@@ -67,7 +67,8 @@ def measurements(
         lengths = [length for length in _LENGTHS if length + 16 <= most] or [1]
         text = torch.cat(ids)
         text = text.repeat(math.ceil(max(_LENGTHS) / len(text)))
-        found.decoding.append(decoding_costs(model, text, lengths, progress).assign(stage=name))
+        models = {"source": source, name: model}
+        found.decoding = decoding_costs(models, text, lengths, progress)
 
     def continuations(progress: Callable[[float], None]) -> None:
         room = int(min(_CONTINUATION, most - PROMPT))
@@ -75,10 +76,11 @@ def measurements(
 
     for mode, context in _modes(model, name, second or last):
         yield f"Loss of {mode}", functools.partial(loss, mode, context)
-    if not first:
+    if model is not source:
         yield f"Heads of {name}", heads
-    if first or last:
+    if last:
         yield f"Decoding with {name}", decoding
+    if last or model is source:
         yield f"Continuations of {name}", continuations
 
 
@@ -89,7 +91,7 @@ class Findings:
         self.blocks = blocks  # of the test split
         self.losses: dict[str, NDArray[np.float64]] = {}
         self.heads: list[pd.DataFrame] = []
-        self.decoding: list[pd.DataFrame] = []
+        self.decoding = pd.DataFrame()  # of the first and the last stage
         self.samples: dict[str, Tensor] = {}  # token ids of continuations
         self.runs: dict[str, dict[str, Any]] = {}
 

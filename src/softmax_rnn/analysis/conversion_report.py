@@ -83,6 +83,8 @@ def report(
     for number, stage in enumerate(stages):
         opened = open_model(stage.model)
         model, last = opened.model, number == len(stages) - 1
+        if not number:
+            source = model
         if not number and source_hash not in (None, weights_hash(model)):
             raise ValueError(f"The weights of {stage.model} have changed since it was converted.")
         if number and opened.run is not None:
@@ -91,7 +93,7 @@ def report(
         # That of the end of a text, or any other: generate() wants a token to pad with.
         padding = opened.tokenizer.eos_token_id or 0
         for label, measure in measurements(
-            found, stage.name, model, rows, padding, first=not number, second=number == 1, last=last
+            found, stage.name, model, rows, padding, source=source, second=number == 1, last=last
         ):
             with ProgressBar(label, 1.0, transient=True) as bar:
                 measure(bar.update)
@@ -110,7 +112,7 @@ def _write(
     config: ConversionConfig,
     out: Path,
 ) -> tuple[Table, list[Path]]:
-    table, decoding = found.loss_table(), pd.concat(found.decoding)
+    table, decoding = found.loss_table(), found.decoding
     heads = pd.concat(found.heads)
     count = len(next(iter(found.losses.values())))
     data = {
@@ -204,6 +206,8 @@ def _page(
                 _caption(config, found, table),
                 _training(found),
                 "## Decoding after a prompt",
+                "The speeds are medians of single tokens. The models decoded them in turn, so that "
+                "other work on the machine slows both.",
                 markdown_table(header, costs, left=0),
                 "## Continuations",
                 *texts,

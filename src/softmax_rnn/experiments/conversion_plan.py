@@ -205,9 +205,11 @@ def _report_seconds(source: PreTrainedModel, converted: PreTrainedModel, rows: T
     total = 0.0
     names = ("source", "fitted", "transfer", "finetune")
     for number, name in enumerate(names):
-        place = {"first": number == 0, "second": number == 1, "last": number == 3}
+        place = {"second": number == 1, "last": number == 3}
         model = converted if number else source
-        for label, measure in measurements(Findings(0), name, model, batch, 0, **place):
+        for label, measure in measurements(
+            Findings(0), name, model, batch, 0, source=source, **place
+        ):
             kind = number > 0, label.replace(name, "")
             if kind not in known:
                 known[kind] = expected_seconds(measure)
