@@ -165,6 +165,16 @@ def test_a_registered_variant_is_known_by_name(registry: None) -> None:
         sr.variant("my-cubic_3:2")
 
 
+def test_options_of_a_registration_may_be_a_mapping(registry: None) -> None:
+    sr.register_variant("mine", sr.AttentionSpec(), {"qk_dim": 8})
+    assert sr.layer_options("mine") == sr.LayerOptions(qk_dim=8)
+    sr.register_variant("mine", sr.AttentionSpec(), sr.LayerOptions(qk_dim=8))
+    with pytest.raises(ValueError, match="Did you mean 'qk_dim'"):
+        sr.register_variant("other", sr.AttentionSpec(), {"qk_dims": 8})
+    with pytest.raises(ValueError, match="options must be LayerOptions, not 3"):
+        sr.register_variant("other", sr.AttentionSpec(), 3)  # type: ignore[arg-type]
+
+
 def test_a_registration_that_is_refused(registry: None) -> None:
     for name in ("", "a b", "a:2", "a=b", "a/b", "caf\u00e9", "a\n", 3):
         with pytest.raises(ValueError, match="letters, digits, '_' and '-' only"):

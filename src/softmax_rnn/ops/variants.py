@@ -117,7 +117,9 @@ def variants() -> dict[str, Spec]:
     return {name: known.spec for name, known in (found | _REGISTERED).items()}
 
 
-def register_variant(name: str, spec: Spec, options: LayerOptions | None = None) -> None:
+def register_variant(
+    name: str, spec: Spec, options: LayerOptions | Mapping[str, Any] | None = None
+) -> None:
     """Add a named variant in this process.
 
     A package adds variants for every process by entry points of the group
@@ -128,12 +130,15 @@ def register_variant(name: str, spec: Spec, options: LayerOptions | None = None)
     Args:
         name: ASCII letters, digits, ``_`` and ``-``.
         spec: the spec with this name.
-        options: what the layer of this name adds to the operation; by default nothing.
+        options: what the layer of this name adds to the operation, or a mapping of some of its
+            fields; by default nothing.
 
     Raises:
         ValueError: for an invalid name, spec or options, or a name that already has others.
     """
-    new = Variant(spec, LayerOptions() if options is None else options)
+    if options is None or isinstance(options, Mapping):
+        options = LayerOptions.from_dict(options or {})
+    new = Variant(spec, options)
     _check(name, new)
     known = _find(name)
     if known not in (None, new):
