@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
@@ -27,17 +28,31 @@ EXIT_CODES = {
 }
 
 
-def nearest(value: str, names: Iterable[str]) -> str:
-    """`` Did you mean ...?``, or nothing if no name resembles ``value``."""
-    near = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
+_CLOSE = 0.75  # of 1, from which on a match is clear
+_SHORT = 8  # names that are always listed
+
+
+def nearest(value: str, names: Iterable[str], cutoff: float = 0.5) -> str:
+    """`` Did you mean ...?``, or nothing if no name resembles ``value``.
+
+    In names with a number, such as ``taylor:2``, any number may stand: that of ``value`` is kept.
+    """
+    number = re.search(r":\d+", value)
+    if number:
+        names = [re.sub(r":\d+", number[0], name) for name in names]
+    near = difflib.get_close_matches(value, names, n=1, cutoff=cutoff)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def unknown(what: str, value: object, allowed: Iterable[str]) -> ValueError:
-    """The error for a ``value`` outside the closed set ``allowed``."""
+    """The error for a ``value`` outside the closed set ``allowed``.
+
+    It lists what is allowed, unless there are many names and one of them is clearly meant.
+    """
     names = list(allowed)
-    hint = nearest(str(value), names)
-    return ValueError(f"Unknown {what} {value!r}.{hint} Allowed: {', '.join(names)}.")
+    clear = nearest(str(value), names, _CLOSE) if len(names) > _SHORT else ""
+    hint = clear or f"{nearest(str(value), names)} Allowed: {', '.join(names)}."
+    return ValueError(f"Unknown {what} {value!r}.{hint}")
 
 
 def require_choice(what: str, value: object, allowed: Iterable[str]) -> None:
