@@ -297,7 +297,10 @@ def test_the_spec_is_shown() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_heads": 0}, "num_heads must be at least 1, not 0"),
+        ({"num_heads": 0}, "num_heads must be an integer of at least 1, not 0"),
+        ({"num_heads": "4"}, "num_heads must be an integer of at least 1, not '4'"),
+        ({"num_heads": 4, "num_kv_heads": 2.0}, "num_kv_heads must be an integer .* not 2.0"),
+        ({"num_heads": 4, "head_dim": 0}, "head_dim must be an integer of at least 1, not 0"),
         ({"num_heads": 5}, "The 5 heads must divide the hidden size 32"),
         ({"num_heads": 4, "num_kv_heads": 3}, "The 3 key/value heads must divide the 4"),
         ({"num_heads": 4, "spec": "gates"}, "Did you mean 'gate'"),
@@ -358,6 +361,11 @@ def test_wrong_inputs_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             layer(x, position_embeddings=pair)
+    shown = torch.ones(2, 9, dtype=torch.bool)
+    for options in ({}, {"short_convolution": 3}):
+        with pytest.raises(ValueError, match=r"as mask\[:, None, None\]"):
+            Attention(32, 4, "norm", options=options)(x, shown)
+    assert torch.equal(layer(x, shown[:, None, None]), layer(x))
     assert layer(x[:, :0]).shape == (2, 0, 32)
     assert Attention(32, 4, options={"short_convolution": 3})(x[:, :0]).shape == (2, 0, 32)
     assert Attention(32, 4, options={"rotary": False})(x, position_embeddings=5).shape == x.shape

@@ -34,6 +34,7 @@ Q, K, V = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7,
         ({"mask": [True] * 7}, "mask must be a boolean torch.Tensor, not list"),
         ({"spec": "linear_cosine", "length_power": 0.5}, "length_power must be a torch.Tensor"),
         ({"mask": torch.ones(5, 6, dtype=torch.bool)}, r"\[5, 6\] cannot be broadcast"),
+        ({"mask": torch.ones(2, 7, dtype=torch.bool)}, r"keys, \[B, S\], as mask\[:, None, None\]"),
         ({"spec": "nrom"}, "Did you mean 'norm'"),
         ({"form": "blocks"}, "Unknown form 'blocks'. Did you mean 'blocked'"),
         (

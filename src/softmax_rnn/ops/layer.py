@@ -16,7 +16,9 @@ from softmax_rnn.ops.state import State
 
 
 class Attention(AttentionCore):
-    """Multi-head attention of any spec, with Llama's parameter names plus the spec's own.
+    """Multi-head causal attention of any spec, with Llama's parameter names plus the spec's own.
+
+    It is always causal; :func:`softmax_rnn.attention` takes ``causal=False``.
 
     A gate is one sigmoid scalar per head and token, ``sigmoid(Linear(hidden_size -> heads))``
     (appendix E), unless the options say otherwise. Of other parameters, a layer has those that its
@@ -58,9 +60,10 @@ class Attention(AttentionCore):
         super().__init__(spec, options)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        sizes |= {} if head_dim is None else {"head_dim": head_dim}
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, not {size}.")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, not {size!r}.")
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"The {num_kv_heads} key/value heads must divide the {num_heads} query heads."
@@ -151,7 +154,8 @@ class Attention(AttentionCore):
 
         Args:
             hidden_states: [B, T, hidden_size].
-            mask: visible keys (True), broadcast to [B, H, T, T].
+            mask: visible keys (True), broadcast to [B, H, T, T]; a mask of tokens [B, T] is given
+                as ``mask[:, None, None]``.
             position_embeddings: the rotary cosines and sines, each [B or 1, T, head_dim].
             state: the state of the earlier tokens, for a finite series.
             return_state: whether to return the state after these tokens as well.
@@ -207,7 +211,7 @@ def _shown(mask: Tensor | None) -> Tensor | None:
     if not mask.shape[1] == mask.shape[2] == 1:
         raise ValueError(
             "A short convolution sees tokens, not pairs of them: the mask must be broadcastable to "
-            f"[B, 1, 1, T], not {list(mask.shape)}."
+            f"[B, 1, 1, T], not {list(mask.shape)}. Give one of [B, T] as mask[:, None, None]."
         )
     return mask[:, 0, 0]
 

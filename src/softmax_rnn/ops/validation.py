@@ -93,7 +93,11 @@ def checked_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         have != 1 and have != want  # torch.compile misreads `in` where sizes are symbols
         for have, want in zip(reversed(mask.shape), reversed(full), strict=False)
     ):
-        raise ValueError(f"mask {list(mask.shape)} cannot be broadcast to [B, H, T, S] = {full}.")
+        of_keys = list(mask.shape) == [full[0], full[3]]  # as transformers has it
+        raise ValueError(
+            f"mask {list(mask.shape)} cannot be broadcast to [B, H, T, S] = {full}."
+            + (" Give a mask of keys, [B, S], as mask[:, None, None]." if of_keys else "")
+        )
     return mask[(None,) * (4 - mask.ndim)]
 
 
