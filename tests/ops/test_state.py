@@ -31,7 +31,10 @@ def state_for(spec: sr.AttentionSpec | str = "taylor:2", **sizes: int) -> sr.Sta
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"state": lambda: state_for("taylor:3")}, "belongs to another spec"),
+        (
+            {"state": lambda: state_for("taylor:3")},
+            r"another spec \(order: 3 there, 2 here; floor: 1.0 there, 0.0 here\)\.$",
+        ),
         ({"state": lambda: state_for(width=4)}, r"must have shape \[1, 2, 4, 10\]"),
         ({"state": lambda: state_for(batch=2)}, r"not \[2, 2, 4, 10\]"),
         ({"state": lambda: {"sums": 1}}, "must be a softmax_rnn.State, not dict"),
@@ -53,6 +56,18 @@ def test_mistakes_are_named(change: dict, message: str) -> None:
         state = None
     with pytest.raises(ValueError, match=message):
         sr.attention(x, x, x, spec, state=state, **arguments)
+
+
+def test_a_state_prints_one_line() -> None:
+    text = "AttentionSpec(series='taylor', order=2, scale=1.0)"
+    spec = sr.AttentionSpec(series="taylor", order=2, scale=1.0)
+    assert repr(spec) == text
+    assert eval(repr(spec), {"AttentionSpec": sr.AttentionSpec}) == spec
+    state, stream = state_for(spec), sr.Stream(spec)
+    assert repr(state) == f"State({text}, 4 tokens, {state.nbytes} bytes)"
+    assert repr(stream) == f"Stream({text}, 0 tokens, 0 bytes)"
+    stream(*torch.zeros(3, 1, 2, 4, 3).unbind(0))
+    assert repr(stream) == f"Stream({text}, 4 tokens, {stream.nbytes} bytes)"
 
 
 def test_only_an_order_with_a_reasonable_state_is_suggested() -> None:

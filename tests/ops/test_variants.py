@@ -182,8 +182,10 @@ def test_a_registration_that_is_refused(registry: None) -> None:
     with pytest.raises(ValueError, match="must be an AttentionSpec, not {}"):
         sr.register_variant("mine", {})  # type: ignore[arg-type]
     for name in ("softmax", "softmax_l2"):
-        with pytest.raises(ValueError, match=f"variant '{name}' already exists with another spec"):
+        with pytest.raises(ValueError, match=f"variant '{name}' already exists with other fields"):
             sr.register_variant(name, sr.variant("gate"))
+    with pytest.raises(ValueError, match=r"other options \(qk_dim: None there, 8 here\)\.$"):
+        sr.register_variant("softmax", sr.AttentionSpec(), {"qk_dim": 8})
     sr.register_variant("softmax_l2", sr.variant("norm"))
     assert not variants_module._REGISTERED
 
@@ -286,7 +288,7 @@ def test_variants_of_packages(
         messages = "".join(str(warning.message) for warning in caught)
         assert "variant 'softmax' of the package 'their-package'" in messages
         sr.register_variant("theirs", sr.variant("theirs"))
-        with pytest.raises(ValueError, match="already exists with another spec"):
+        with pytest.raises(ValueError, match="already exists with other fields"):
             sr.register_variant("theirs", sr.AttentionSpec())
     finally:
         monkeypatch.undo()
@@ -304,6 +306,6 @@ def test_two_packages_with_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sr.variant("theirs") == variants_module._C5
     variants_module._load.cache_clear()
     monkeypatch.setattr(variants_module, "_entry_points", points("_C5", "_C5_LENGTH"))
-    with pytest.raises(ValueError, match="another spec"):
+    with pytest.raises(ValueError, match="other fields"):
         sr.variant("theirs")
     variants_module._load.cache_clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -66,6 +66,15 @@ def shown(value: Any) -> str:
     """A value in an error message: its repr, truncated."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any], now: str = "now") -> str:
+    """The differing values of two mappings with the same keys, as text; empty if there are none."""
+    return "; ".join(
+        f"{key}: {there[key]!r} there, {here[key]!r} {now}"
+        for key in there
+        if there[key] != here[key]
+    )
 
 
 def missing_extra(extra: str, needed_for: str, error: ModuleNotFoundError) -> ModuleNotFoundError:

@@ -22,13 +22,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import PreTrainedModel
 
+from softmax_rnn._utils.errors import differences
 from softmax_rnn._utils.progress import notice
 from softmax_rnn.data import is_task
 from softmax_rnn.data.text_bytes import text_bytes
 from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.config import Precision, TrainingConfig
-from softmax_rnn.training.folder import corpus_identity, differences
+from softmax_rnn.training.folder import corpus_identity
 from softmax_rnn.training.losses import TokenLosses, autocast, token_losses
 from softmax_rnn.training.matmul import widest_float32_products
 from softmax_rnn.training.opening import OpenedModel

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from softmax_rnn._utils.errors import require_choice
+from softmax_rnn._utils.errors import differences, require_choice
 from softmax_rnn._utils.files import make_writable, write_json, write_text
 from softmax_rnn._utils.integrity import MANIFEST, damage, seal, sha256
 from softmax_rnn._utils.plain_yaml import format_yaml, parse_yaml
@@ -43,7 +43,7 @@ from softmax_rnn.models.converted_layer import converted_layers
 from softmax_rnn.training.checkpoint import PROGRESS, STATE, newest_whole
 from softmax_rnn.training.config import STAGES, ConversionConfig
 from softmax_rnn.training.conversion import converted_source, weights_hash
-from softmax_rnn.training.folder import RunFolder, differences
+from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.lora import require_peft
 from softmax_rnn.training.opening import check_source, open_model
 from softmax_rnn.training.run import load_rows, run_tokenizer, train

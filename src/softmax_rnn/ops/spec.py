@@ -333,6 +333,13 @@ class AttentionSpec:
             scale = INVERSE_SQRT if self.feature_map == "identity" else 1.0
         return 1.0 / math.sqrt(head_dim) if scale == INVERSE_SQRT else float(scale)
 
+    def __repr__(self) -> str:
+        """The fields that are not the default."""
+        default = _default()
+        fields = [(x.name, getattr(self, x.name)) for x in dataclasses.fields(self)]
+        given = [f"{name}={value!r}" for name, value in fields if value != getattr(default, name)]
+        return f"AttentionSpec({', '.join(given)})"
+
     def to_dict(self) -> dict[str, Any]:
         """Every field as plain data; ``AttentionSpec.from_dict`` is its inverse."""
         fields = dataclasses.asdict(self)
@@ -350,6 +357,11 @@ class AttentionSpec:
             if key not in names:
                 raise unknown("attention field", key, names)
         return cls(**data)
+
+
+@functools.cache
+def _default() -> AttentionSpec:
+    return AttentionSpec()
 
 
 def _nonnegative(coefficients: tuple[float, ...]) -> bool:

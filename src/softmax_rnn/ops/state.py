@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from softmax_rnn._utils.errors import differences
+from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.ops.compiler import constant_when_compiled
 from softmax_rnn.ops.cost import chunk_length, heads_per_step, sizes_of
 from softmax_rnn.ops.forms.magnitudes import powers
@@ -79,6 +81,10 @@ class State:
     recent: KeptKeys | None = None
     first: KeptKeys | None = None
     inputs: Tensor | None = None
+
+    def __repr__(self) -> str:
+        """One line, without the tensors."""
+        return f"State({self.spec}, {int(self.tokens):,} tokens, {bytes_text(self.nbytes)})"
 
     @property
     def nbytes(self) -> int:
@@ -180,7 +186,10 @@ def check_state(
     if not isinstance(state, State):
         raise ValueError(f"state must be a softmax_rnn.State, not {type(state).__name__}.")
     if not state.spec == spec:  # torch.compile cannot trace != here
-        raise ValueError(f"The state belongs to another spec: {state.spec}, not {spec}.")
+        raise ValueError(
+            "The state belongs to another spec "
+            f"({differences(state.spec.to_dict(), spec.to_dict(), 'here')})."
+        )
     channels = v.shape[3] + (spec.row_sum is not None)
     width = (k if outside_k is None else outside_k).shape[3]
     shape = (*k.shape[:2], channels, state_rows(spec, width))

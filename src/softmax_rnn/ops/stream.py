@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.operation import attention
 from softmax_rnn.ops.spec import AttentionSpec
@@ -90,6 +91,10 @@ class Stream:
         options: dict[str, Any] = {"mask": mask, "state": self.state, **own, **self._parameters}
         out, self.state = attention(q, k, v, self.spec, return_state=True, **options)
         return out
+
+    def __repr__(self) -> str:
+        """One line, without the tensors."""
+        return f"Stream({self.spec}, {self.tokens:,} tokens, {bytes_text(self.nbytes)})"
 
     @property
     def tokens(self) -> int:

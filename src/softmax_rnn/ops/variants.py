@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from softmax_rnn._utils.errors import unknown
+from softmax_rnn._utils.errors import differences, unknown
 from softmax_rnn.ops.compiler import constant_when_compiled
 from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.spec import INVERSE_SQRT
@@ -141,12 +141,10 @@ def register_variant(
     new = Variant(spec, options)
     _check(name, new)
     known = _find(name)
-    if known not in (None, new):
-        raise ValueError(
-            f"variant {name!r} already exists with another spec or other options: {known}."
-        )
     if known is None:
         _REGISTERED[name] = new
+    elif known != new:
+        raise ValueError(f"variant {name!r} already exists with {_differing(known, new)}.")
 
 
 def variant(name: str, *, order: int | None = None) -> Spec:
@@ -302,6 +300,14 @@ def _check(name: object, found: Variant) -> None:
         raise ValueError(f"variant {name!r}: options must be LayerOptions, not {found.options!r}.")
 
 
+def _differing(known: Variant, new: Variant) -> str:
+    texts = {
+        "fields": differences(known.spec.to_dict(), new.spec.to_dict(), "here"),
+        "options": differences(known.options.to_dict(), new.options.to_dict(), "here"),
+    }
+    return " and ".join(f"other {name} ({text})" for name, text in texts.items() if text)
+
+
 def _read(given: Any) -> Variant:
     """The variant that an entry point refers to."""
     if callable(given):
@@ -338,8 +344,8 @@ def _load(name: str) -> Variant:
         try:
             found = _read(point.load())
             _check(name, found)
-            if taken not in (None, found):
-                raise ValueError(f"the name already exists with another spec: {taken}")
+            if taken is not None and taken != found:
+                raise ValueError(f"the name already exists with {_differing(taken, found)}")
         except Exception as error:  # the package's code may raise anything
             raise ValueError(
                 f"variant {name!r} of the package {package!r} ({point.value}) cannot be used: "

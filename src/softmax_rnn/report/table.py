@@ -11,6 +11,7 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
+from softmax_rnn._utils.errors import differences
 from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.data.tasks import is_task
 from softmax_rnn.ops.spec import AttentionSpec
@@ -20,7 +21,7 @@ from softmax_rnn.report.memory import LayerMemory, layer_memory
 from softmax_rnn.report.statistics import BLOCKS_ONLY, Difference, paired_runs
 from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training.config import RunConfig
-from softmax_rnn.training.folder import RunFolder, differences
+from softmax_rnn.training.folder import RunFolder
 
 REFERENCE = "softmax"
 # Fields of a summary that are shown only if one is not 0, and their column titles.

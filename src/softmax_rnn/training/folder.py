@@ -35,6 +35,7 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
+from softmax_rnn._utils.errors import differences
 from softmax_rnn._utils.files import file_aside, sync, write_json, writing
 from softmax_rnn._utils.validation import Count, NonNegative, PositiveInt, Share, Text, validated
 from softmax_rnn.ops.layer_options import LayerOptions
@@ -305,15 +306,6 @@ def corpus_identity(manifest: dict[str, Any]) -> dict[str, str]:
         f"{split} split": f"{manifest[split]['tokens']} tokens {manifest[split]['sha256'][:16]}"
         for split in ("train", "test")
     }
-
-
-def differences(there: dict[str, Any], here: dict[str, Any], now: str = "now") -> str:
-    """The differing values of two mappings with the same keys, as text; empty if there are none."""
-    return "; ".join(
-        f"{key}: {there[key]!r} there, {here[key]!r} {now}"
-        for key in there
-        if there[key] != here[key]
-    )
 
 
 def _complete(config: TrainingConfig) -> dict[str, Any]:
