@@ -53,16 +53,16 @@ def test_help_shows_hyphens(command: str, capsys: pytest.CaptureFixture[str]) ->
         (["train", "--max-tokens", "x"], "--max-tokens must be an integer or null, not x."),
         (["train", "--precision", "fp8"], "--precision must be one of 'auto', 'fp32', 'bf16', not"),
         (["train", "--steps", "0"], "--steps must be greater than or equal to 1, not 0."),
-        (["train", "--log-every", "7"], "--log-every=7 must divide --evaluate-every=250."),
-        (["train", "--schedule-steps", "3"], "--schedule-steps=3 must be at least --steps=1000:"),
+        (["train", "--log-every", "7"], "--log-every 7 must divide --evaluate-every 250."),
+        (["train", "--schedule-steps", "3"], "--schedule-steps 3 must be at least --steps 1000:"),
         (
             ["train", "--block-size", "99999999"],
             "smaller --block-size or a smaller --test-fraction",
         ),
-        (["prepare", "stdlib", "--encoding", "latin-0"], "--encoding='latin-0' names 'latin-0'"),
+        (["prepare", "stdlib", "--encoding", "latin-0"], "--encoding 'latin-0' names 'latin-0'"),
         (["prepare", "stdlib", "--bad-files", "no"], "--bad-files must be one of 'error', 'skip'"),
         (["reproduce", "figure4", "--with", "block_size=1"], "error: block_size must be greater"),
-        (["train", "--num-heads", "3"], "--num-heads=3 must divide --hidden-size=128"),
+        (["train", "--num-heads", "3"], "--num-heads 3 must divide --hidden-size 128"),
         (["train", "--corpus", "no/such/*.txt"], "No file matches the corpus 'no/such/*.txt'"),
         (["train", "--config", "no_such.yaml"], "no_such.yaml"),
         (["report", "no/such"], "There is no folder no/such"),
@@ -196,6 +196,7 @@ def test_exit_codes_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
+    assert "Available subcommands: compare train variants" in shown
     readme = Path(__file__).parents[2].joinpath("README.md").read_text()
     for code, about in EXIT_CODES.items():
         assert f"{code:d} {about}" in shown
@@ -266,7 +267,7 @@ def test_an_unusable_folder_is_wrong_input(
         ("train", "steps must be 3, not 2.", "--steps must be 3, not 2."),
         ("train", "The steps must be 3.", "The steps must be 3."),
         ("train", "Give a smaller batch_size.", "Give a smaller --batch-size."),
-        ("train", "use seed=3, steps=4.", "use --seed=3, --steps=4."),
+        ("train", "use seed=3, steps=4.", "use --seed 3, --steps 4."),
         (
             "train",
             "Allowed: steps, block_size, num_heads.",
@@ -276,8 +277,8 @@ def test_an_unusable_folder_is_wrong_input(
         ("train", "the key 'block_size' of `block_size`", "the key 'block_size' of `block_size`"),
         ("train", "rerun with --skip_non_finite", "rerun with --skip-non-finite"),
         ("train", "max_norm=3 and my_block_size=4", "max_norm=3 and my_block_size=4"),
-        ("reproduce", "block_size=3 and parallel=2", "block_size=3 and --parallel=2"),
-        ("evaluate", "give corpus=NAME", "give --corpus=NAME"),
+        ("reproduce", "block_size=3 and parallel=2", "block_size=3 and --parallel 2"),
+        ("evaluate", "give corpus=NAME", "give --corpus NAME"),
         ("trian", "block_size", "block_size"),
     ],
 )

@@ -131,10 +131,10 @@ def test_commands_name_and_leave_out_bad_files(
     told = capsys.readouterr()
     assert all(name in told.err for name in FILES if name != "b.txt")
     assert told.out == ""
-    option = "bad_files=skip" if words[0] == "reproduce" else "--bad-files=skip"
+    option = "bad_files=skip" if words[0] == "reproduce" else "--bad-files skip"
     assert f"; {option} leaves them out" in told.err
     where = words.index(f"corpus={mixed}") + 1 if words[0] == "reproduce" else len(words)
-    words.insert(where, option)
+    words[where:where] = option.split()
     assert main(words) == 0
     told = capsys.readouterr()
     assert "4 files cannot be read and are left out: " in told.err.replace("\n", " ")

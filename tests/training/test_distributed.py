@@ -110,6 +110,6 @@ def test_a_batch_that_cannot_be_shared_is_named(calm: Case, tmp_path: Path) -> N
     config = replace(calm.config, batch_size=3)
     case = replace(calm, folder=RunFolder(tmp_path / "run"), config=config)
     assert two(case) == [ExitCode.WRONG_INPUT] * 2
-    assert "--batch-size=3 must be a multiple of --accumulation=1 times the 2 processes" in (
+    assert "--batch-size 3 must be a multiple of --accumulation 1 times the 2 processes" in (
         case.log.read_text()
     )

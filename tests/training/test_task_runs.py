@@ -85,7 +85,7 @@ def test_what_is_wrong_with_a_task_is_told(tmp_path: Path, capsys: Any) -> None:
     assert main([*words, "task:mqar?pairs=9", "--block_size", "16"]) == 2
     assert "--block-size must be at least 36, not 16" in capsys.readouterr().err
     assert main([*words, "task:parity", "--vocab_size", "1"]) == 2
-    assert "task:parity has 2 ids, more than --vocab-size=1 rows" in capsys.readouterr().err
+    assert "task:parity has 2 ids, more than --vocab-size 1 rows" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert main(["prepare", "task:parity"]) == 2
     assert "nothing is prepared" in capsys.readouterr().err

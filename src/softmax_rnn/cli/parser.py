@@ -45,7 +45,8 @@ class _Parser(ArgumentParser):
 
     def format_help(self) -> str:
         """The help text with hyphens; options are parsed with underscores."""
-        return _hyphens(super().format_help())
+        text = _hyphens(super().format_help())
+        return re.sub(r"\n +\(required\)(?=\n)", "", text)  # a line of its own, of the commands
 
     def _names(self) -> list[str]:
         """All option and subcommand names, including the options of subcommands."""
@@ -104,7 +105,7 @@ def _of_value(message: str) -> str:
 def with_flags(words: Sequence[str], message: str) -> str:
     """The message of an error with its settings as the options of the command of ``words``.
 
-    ``block_size=3`` and ``block_size`` become ``--block-size=3`` and ``--block-size``. Names in
+    ``block_size=3`` and ``block_size`` become ``--block-size 3`` and ``--block-size``. Names in
     quotes, paths and lists stay as they are, and so do settings that are no option of the command:
     those of ``--with`` and of files.
     """
@@ -119,10 +120,11 @@ def with_flags(words: Sequence[str], message: str) -> str:
         name = found["name"]
         listed = found["comma"] or message[found.start() - 2 : found.start()] == ", "
         meant = found["equals"] is not None or (not listed and (found.start() == 0 or "_" in name))
-        return f"--{name}" + (found["comma"] or "") if meant and name in names else found[0]
+        after = " " if found["equals"] else found["comma"] or ""
+        return f"--{name}{after}" if meant and name in names else found[0]
 
     word = r"(?<![\w./\\'\"`-])(?P<name>[a-z]\w*)(?![\w/\\'\"`-]|\.\w)"
-    return _hyphens(re.sub(rf"{word}(?:(?P<equals>(?==))|(?P<comma>,))?", flag, message))
+    return _hyphens(re.sub(rf"{word}(?:(?P<equals>=)|(?P<comma>,))?", flag, message))
 
 
 def _hyphens(text: str) -> str:
