@@ -281,6 +281,19 @@ def test_a_phone_never_scrolls_sideways(opened: Page) -> None:
     assert opened.evaluate("document.documentElement.scrollWidth") <= 360
 
 
+def test_names_do_not_break_on_a_phone(chromium: Browser, tmp_path: Path) -> None:
+    runs = [made_up(tmp_path, name, 0, 1.5) for name in ("softmax", "linear_cosine")]
+    path = tmp_path / "report.html"
+    path.write_text(page([Section("one", runs, results(runs))], tmp_path), encoding="utf-8")
+    for opened in _opened(chromium, path):
+        opened.set_viewport_size({"width": 390, "height": 900})
+        lines = opened.locator(".results tbody th").evaluate_all(
+            "all => all.map(e => { const range = document.createRange(); "
+            "range.selectNodeContents(e); return range.getClientRects().length; })"
+        )
+        assert lines == [1, 1]
+
+
 @pytest.mark.parametrize("width", [390, 1280])
 def test_tables_scroll_in_their_boxes_and_keep_the_names_in_view(opened: Page, width: int) -> None:
     opened.set_viewport_size({"width": width, "height": 900})

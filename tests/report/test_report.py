@@ -74,6 +74,12 @@ def test_an_interval_of_one_seed_says_that_it_covers_test_blocks_only(tmp_path: 
     assert rich_table(results(runs[:4])).caption is None
 
 
+def test_where_all_intervals_are_of_one_seed_the_note_says_so_once(tmp_path: Path) -> None:
+    table = results([made_up(tmp_path, name, 0, 1.5) for name in ("softmax", "norm", "gate")])
+    assert all("test blocks" not in row[5] for row in cells(table))
+    assert "cover test blocks only" in str(rich_table(table).caption)
+
+
 def test_the_sentence_is_above_every_table(runs: list[RunFolder], tmp_path: Path) -> None:
     table, _ = report(runs, tmp_path)
     console = Console(width=200, record=True, file=io.StringIO())

@@ -191,7 +191,10 @@ def cells(table: pd.DataFrame) -> list[list[str]]:
             if table.test_accuracy.notna().all()
             else {}
         ),
-        f"minus {REFERENCE} [95% interval]": map(difference_text, table.to_dict("records")),
+        f"minus {REFERENCE} [95% interval]": [
+            difference_text({**row, "interval_over": ""} if _one_seed(table) else row)
+            for row in table.to_dict("records")
+        ],
         "tokens/s": table.tokens_per_second.map("{:,.0f}".format),
         "state per layer": map(memory_text, table.to_dict("records")),
         "peak memory": table.peak_memory_bytes.map(bytes_text),
@@ -212,10 +215,20 @@ def memory_text(row: Mapping[Any, Any]) -> str:
     return str(LayerMemory(row["state_bytes"], row["state_kind"]))
 
 
+def _one_seed(table: pd.DataFrame) -> bool:
+    """Whether all intervals are over a single seed: then the note says so once."""
+    return bool((table.interval_over[table.difference.notna()] == BLOCKS_ONLY).all())
+
+
 def interval_note(table: pd.DataFrame) -> str:
     """A warning if the table contains an interval over a single seed, else nothing."""
     if not (table.interval_over == BLOCKS_ONLY).any():
         return ""
+    if _one_seed(table):
+        return (
+            f"The intervals cover {BLOCKS_ONLY}, as each comes from a single seed: with another "
+            "seed a difference may be outside its interval."
+        )
     return (
         f"An interval over {BLOCKS_ONLY} comes from a single seed: with another seed the "
         "difference may be outside it."
