@@ -49,6 +49,18 @@ def test_runs_differ_in_their_attention_alone(texts: Path, tmp_path: Path) -> No
         assert fields == tiny(texts).to_dict()
 
 
+def test_without_a_terminal_a_line_now_and_then_tells_the_time_left(
+    texts: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler.progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(scheduler.progress, "console", console)
+    runs = compare_configs(["norm"], [0], tiny(texts, steps=40, log_every=1), tmp_path)
+    run_all(runs, tmp_path, console=console)
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "All runs: 0%" in told
+    assert "All runs: 100%" in told
+
+
 def test_mistakes_are_named_before_anything_runs(texts: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Did you mean 'norm'"):
         compare_configs(["softmax", "nrom"], [0], tiny(texts), tmp_path)

@@ -127,6 +127,9 @@ def _work(
         )
         for run in runs
     }
+    # Without a terminal, a line per minute with the time left.
+    total, before = (sum(x) for x in zip(*map(_steps, runs), strict=True))
+    lines = progress.ProgressBar("All runs", total, before, visible=bars.disable)
     waiting, slots = deque(runs), list(launch.slots)
     running: list[tuple[PlannedRun, str | None, Job]] = []
     ended: dict[Path, Job] = {}
@@ -158,12 +161,18 @@ def _work(
                     if bars.disable:  # no terminal: one line per run
                         line = f"{labels[path]}  {_outcome(run, code)}"
                         console.print(line, markup=False, highlight=False, soft_wrap=True)
+                lines.update(sum(task.completed for task in bars.tasks))
     finally:  # no run may outlive this call
         for _, _, job in running:
             job.terminate()
         for _, _, job in running:
             job.wait()
     return ended
+
+
+def _steps(run: PlannedRun) -> tuple[int, int]:
+    """All steps of a run, and those that it has done before."""
+    return run.config.steps, _state(run)["completed"]
 
 
 def _bars(console: Console) -> Progress:
