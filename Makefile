@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Of the tests. Some wait for other processes: a few more than there are cores.
-WORKERS ?= 3
+# Of the tests. Some wait for other processes, so these are more than cores.
+WORKERS ?= 4
 # Training runs share the cores out themselves.
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -57,12 +57,13 @@ $(VENV)/bin/python:
 		{ echo "softmax-rnn needs Python 3.11 or newer; name one with make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+# Without compiling: most modules are never imported.
 $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[report]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[report]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@ $(VENV)/.run
 
 clean:

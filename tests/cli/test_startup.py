@@ -124,10 +124,6 @@ def test_with_the_base_alone_the_extra_is_named(
         [
             (["compare", "softmax"], "matplotlib", "report"),
             (["compare", "softmax"], "pandas", "report"),  # which brings it: one step, not two
-            (["reproduce", "figure4", "--dry-run"], "scipy", "report"),
-            (["report", "runs"], "plotly", "report"),
-            (["claims", "runs"], "jinja2", "report"),
-            (["analyze", "runs/norm-0"], "matplotlib", "report"),
             (["train"], "transformers", "train"),
             (["generate", "runs", "--prompt", "a"], "tokenizers", "train"),
             (["evaluate", "runs", "--tasks", "a"], "lm_eval", "evaluate"),

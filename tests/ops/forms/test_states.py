@@ -132,7 +132,7 @@ def test_any_split_of_any_finite_series(
     assert_close(in_pieces(case, cuts, form, torch.float64), expected, 1e-10, f"{spec} {cuts}")
 
 
-@pytest.mark.parametrize("speed", [1e-3, 0.1, 100.0])
+@pytest.mark.parametrize("speed", [1e-3, 100.0])
 @pytest.mark.parametrize("name", WITH_STATE)
 def test_decays_and_polynomials_in_pieces(name: str, speed: float) -> None:
     """In float64 and float32; a chunk and more, a piece without tokens, keys before the queries."""
