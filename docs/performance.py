@@ -259,19 +259,20 @@ def recurrence(result: Result) -> str:
 
 
 def choice(result: Result) -> str:
-    """Each cell's two forms, and auto over the faster one."""
+    """The forms of each cell, and auto over the fastest one."""
     rows = []
     for row in result["rows"]:
-        cells = [
-            f"{1e3 * row['seconds'][name]['median']:.2f}" if name in row["seconds"] else "slower"
-            for name in row["predicted"]
-        ]
-        sizes = [str(row[key]) for key in ("length", "width", "order")]
-        rows.append([*sizes, *cells, spread(row["auto_over_best"])])
+        times = {name: x["median"] for name, x in row["seconds"].items() if name != "auto"}
+        forms = ", ".join(
+            f"{name} {1e3 * times[name]:.2f}" for name in sorted(times, key=times.get)
+        )
+        name = row["spec"] if "spec" in row else f"taylor:{row['order']}"
+        sizes = [name, str(row["length"]), str(row["width"])]
+        rows.append([*sizes, forms, spread(row["auto_over_best"])])
     worst = result["verdicts"][0]
     held = "holds" if worst["holds"] else "**fails**"
     head = f"The worst of {len(rows)} cells: {worst['found']:.2f} ({worst['limit']}): {held}.\n\n"
-    columns = ["T", "d", "order", "pairs, ms", "chunked, ms", "auto / the faster [quartiles]"]
+    columns = ["attention", "T", "d", "forms, ms", "auto / the fastest [quartiles]"]
     return head + table(columns, rows, left=1)
 
 

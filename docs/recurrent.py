@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -14,7 +13,6 @@ from matplotlib.figure import Figure
 import softmax_rnn as sr
 from softmax_rnn._utils.files import write_text
 from softmax_rnn.ops.monomials import cumulative_dimension
-from softmax_rnn.ops.speeds import SHIPPED
 from softmax_rnn.report import markdown
 
 HERE = Path(__file__).parent
@@ -67,13 +65,12 @@ def fits() -> str:
 
 
 def crossovers() -> str:
-    """The length from which chunked is faster."""
+    """The length from which auto takes chunked."""
     shown = (1, 2, 3, 4)
     lines = ["| d | " + " | ".join(f"order {n}" for n in shown) + " |", "|---" * 5 + "|"]
     for width in WIDTHS[:-1]:
-        shipped: dict[str, Any] = {"engine": "torch", "known": SHIPPED["torch"]}
         specs = (sr.variant("taylor", order=n) for n in shown)
-        lengths = (sr.crossover(spec, width, width, **shipped) for spec in specs)
+        lengths = (sr.crossover(spec, width, width) for spec in specs)
         lines.append(f"| {width} | " + " | ".join(_short(length) for length in lengths) + " |")
     return "\n".join(lines)
 

@@ -19,8 +19,6 @@ import numpy as np
 import pytest
 import torch
 
-from softmax_rnn.ops import speeds
-
 # Tests send these; under nohup the one, in the background of a script the other is ignored.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -76,7 +74,6 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test reads or writes the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOFTMAX_RNN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-        patch.setenv(speeds.VARIABLE, "shipped")  # the same forms on every machine
         yield
 
 

@@ -19,7 +19,7 @@ SMALL = {
     "op": ["--lengths", "64", "130", "--heads", "1"],
     "forgetting": ["--lengths", "64", "130", "--heads", "1"],
     "recurrence": [],
-    "choice": ["--shipped"],
+    "choice": [],
     "step": ["--batch", "1"],
     "prepare": ["--megabytes", "0.3", "--workers", "1", "--kills", "0"],
     "decode": ["--lengths", "16", "40", "--new-tokens", "2"],
@@ -38,7 +38,8 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "decode.BACKEND": "eager",  # inductor takes a quarter of a minute
         "recurrence.AGAINST_RUNNING_STATES": ((1, 40, 4, 2, 1.0),),
         "recurrence.GROWTH": (32, 64, 4.5),
-        "choice.GRID": ((64, 300), (4,), (1, 2)),
+        "choice.SHORT": ((16,), (4,)),
+        "choice.LONG": ((64, 300), (4,), (1, 2)),
         "decode.BATCHES": {1: 100, 2: 20},
         "recurrence.STREAM": {"heads": 1, "width": 4, "order": 2, "tokens": 600, "piece": 10},
         "recurrence.TOKENS": 3,

@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from softmax_rnn.ops.context_parallel import context_parallel_attention
-from softmax_rnn.ops.cost import crossover
 from softmax_rnn.ops.dispatch import forms
 from softmax_rnn.ops.fitting import fit_series
 from softmax_rnn.ops.layer import Attention
@@ -22,6 +21,7 @@ from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State
 from softmax_rnn.ops.stream import Stream
 from softmax_rnn.ops.variants import layer_options, register_variant, variant, variants
+from softmax_rnn.ops.work import crossover
 
 if TYPE_CHECKING:
     from softmax_rnn.models import (

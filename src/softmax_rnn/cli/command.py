@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -116,32 +115,6 @@ def show_paths(paths: Iterable[Path]) -> None:
     """Print the paths of files that were written."""
     for path in paths:
         print(f"  {path}")
-
-
-def measure_machine() -> None:
-    """Measure a CPU's speeds for the choice of forms, once a machine, before it trains."""
-    import torch
-
-    from softmax_rnn._utils.machine import busy
-    from softmax_rnn._utils.progress import notice
-    from softmax_rnn.ops import speeds
-    from softmax_rnn.ops.calibration import calibrate
-
-    alone = int(os.environ.get("WORLD_SIZE") or 1) == 1
-    if not alone or not speeds.measurable() or torch.cuda.is_available():
-        return
-    try:
-        if speeds.file().exists():
-            return
-        if why := busy():
-            notice(
-                f"The speeds of this machine are not measured: {why}. Built-in numbers are used; "
-                "`softmax-rnn calibrate` measures them on an idle machine."
-            )
-            return
-        calibrate()
-    except OSError as error:
-        notice(f"The speeds of this machine are not measured, as they cannot be kept: {error}")
 
 
 def write_report(runs: Sequence[Any], root: Path) -> None:

@@ -145,33 +145,6 @@ def _variants(_: Namespace) -> int:
     return 0
 
 
-def _calibrate(_: Namespace) -> int:
-    from softmax_rnn._utils.machine import busy
-    from softmax_rnn._utils.progress import notice
-    from softmax_rnn.ops.calibration import calibrate
-    from softmax_rnn.ops.speeds import SHIPPED, Work, speeds
-    from softmax_rnn.report.terminal import terminal_table
-
-    why = busy()
-    path = calibrate()
-    rows = [
-        [engine, part, *(f"{x:.3g}" for x in work)]
-        for engine in SHIPPED
-        for part, work in speeds(engine)._asdict().items()
-    ]
-    header = ("nanoseconds", "form", *Work._fields)
-    show(terminal_table(header, rows, left=header[:2]))
-    print(
-        "Nanoseconds of a multiply-add; a number of monomials or states; a pair of query and key;"
-    )
-    print("a power of a pair's score; a call, or the start of a block; the start of all of it.")
-    print("torch: loops of PyTorch operations; native: C++. pairs: all pairs; chunks: with states.")
-    if why:
-        notice(f"These may be wrong: {why}. Repeat the command when the machine is idle.")
-    show_paths([path])
-    return 0
-
-
 def _changed(fields: dict[str, Any], plain: dict[str, Any]) -> str:
     """The fields that differ from plain ones."""
     changed = (item for item in fields.items() if item not in plain.items())
@@ -208,16 +181,6 @@ COMMANDS = {
         "term is, the effective order (the lowest at which polynomials of the scores give "
         "softmax's output within a tolerance), and how softmax's weights are spread. Decoders of "
         "almost any Hugging Face family are measured as they are.",
-        extra="report",
-    ),
-    "calibrate": Command(
-        "measure how fast this CPU is, to choose the fastest form",
-        lambda parser, defaults: None,
-        _calibrate,
-        about="Measure how fast this CPU is at the work of each form, in two seconds, and keep it: "
-        "form='auto' and the length of chunks depend on it. The commands that train do this once a "
-        "machine; repeat it if the machine was busy. Results change in rounding only. "
-        "SOFTMAX_RNN_SPEEDS=shipped uses built-in numbers instead.",
         extra="report",
     ),
     "variants": Command("list the variants", lambda parser, defaults: None, _variants),

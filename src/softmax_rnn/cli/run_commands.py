@@ -20,7 +20,6 @@ from softmax_rnn.cli.command import (
     add_dry_run,
     add_preset,
     add_stop_after,
-    measure_machine,
     run_config,
     show,
     show_paths,
@@ -55,7 +54,6 @@ def _train(parsed: Namespace) -> int:
         Path(parsed.out),
         resume=parsed.resume,
         stop_after=stop_after(parsed),
-        ready=measure_machine,
     )
     if os.environ.get("RANK", "0") == "0":  # one process of a run prints for all
         summary = folder.summary
@@ -245,7 +243,6 @@ def _plan_or_run(
             cluster=parsed.cluster,
             cluster_options=parse_fields(parsed.cluster_options),
             stop_after=stop_after(parsed) if left is None else left(),
-            ready=measure_machine if parsed.cluster == "local" else lambda: None,
         )
     except RunsFailedError:
         if any(run.folder.finished for run in runs):

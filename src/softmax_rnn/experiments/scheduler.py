@@ -6,7 +6,7 @@ import json
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ def run_all(
     cluster_options: Mapping[str, Any] | None = None,
     stop_after: float | None = None,
     console: Console = progress.console,
-    ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Execute the unfinished runs, each on a GPU or a share of the cores.
 
@@ -53,7 +52,6 @@ def run_all(
         cluster_options: parameters of submitit's executor, such as ``slurm_partition``.
         stop_after: seconds after which the runs stop as if by a signal.
         console: where progress is shown.
-        ready: called once all runs are known to be valid, before the first one starts.
 
     Raises:
         ValueError: for a variant that cannot be trained, an invalid corpus, or a folder that
@@ -67,7 +65,6 @@ def run_all(
         _check(runs)
         if not waiting:
             return
-        ready()
         make_writable(root)
         about = f"{len(waiting)} runs, {len(launch.slots)} at a time, {launch}, in {root}"
         console.print(about, markup=False, soft_wrap=True)  # no markup: a path may contain brackets

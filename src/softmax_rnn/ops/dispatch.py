@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from softmax_rnn._utils.errors import unknown
+<<<<<<< HEAD
 from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.ops.cost import Sizes, chunked_cost, cost_of_pairs, sizes_of
+=======
+>>>>>>> ee1e9bf (The choice between pairs and chunks is one rule, and short calls take the faster form)
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.forms import fused, native, native_library, triton
+from softmax_rnn.ops.forms import fused, native, triton
 from softmax_rnn.ops.forms.blocked import blocked
 from softmax_rnn.ops.forms.chunked import chunked
 from softmax_rnn.ops.forms.dense import dense
@@ -25,10 +28,10 @@ from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype
 from softmax_rnn.ops.monomials import cumulative_dimension, degrees
 from softmax_rnn.ops.series import MAX_RADIUS, order_for
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.speeds import Engine, Speeds, speeds
 from softmax_rnn.ops.state import fits, require_memory
 from softmax_rnn.ops.validation import check_per_key
 from softmax_rnn.ops.variants import resolve
+from softmax_rnn.ops.work import chunks_pay, sizes_of
 
 # The tolerance of the Taylor series that the error for exp suggests.
 _TOLERANCE = 1e-3
@@ -76,8 +79,10 @@ FORMS: dict[str, Form] = {
 
 # What auto chooses from for one query on a CPU: the others have more operations.
 _ONE_QUERY = ("fused", "blocked", "dense")
+# Of so few pairs the weights are computed at once (32 tokens with each other).
+_FEW_PAIRS = 1024
 # The forms that compute every pair of a finite series; chunked may be faster.
-_PAIRS: dict[str, Engine] = {"native": "native", "triton": "torch", "blocked": "torch"}
+_PAIRS = ("native", "triton", "blocked")
 
 
 def forms(spec: AttentionSpec | str, device: torch.device | str = "cpu") -> tuple[str, ...]:
@@ -136,7 +141,8 @@ def choose(
             candidates.remove("triton")  # its interpreter is for tests
         if not per_key_mask:
             candidates = [name for name in candidates if not FORMS[name].stateful]
-        if stateful or refused.get("native") or not native.pays(spec, q):
+        pairs = q.shape[2] * k.shape[2]
+        if stateful or pairs <= _FEW_PAIRS or not native.pays(spec, q, "fused" in candidates):
             candidates = [name for name in candidates if name != "native"]
         form = _cheapest(candidates, spec, q, k, v, causal)
         if refused.get("fused") and log_decay is None:  # blocked is as fast with strong decays
@@ -181,23 +187,17 @@ def _cheapest(
 ) -> str:
     if candidates[0] == "chunked":  # with a state
         return "recurrent" if k.shape[2] == 1 else "chunked"
-    if candidates[0] in _PAIRS and "chunked" in candidates:
-        sizes, engine = sizes_of(spec, q, k, v, causal), _PAIRS[candidates[0]]
-        pays = _chunks_pay if torch.compiler.is_compiling() else _known_to_pay
-        if pays(sizes, engine, native_library.threads(), speeds(engine)) and fits(spec, q, k, v):
-            return "chunked"
-    if candidates[0] == "blocked" and q.shape[2] == 1:
-        return "dense"  # one row of weights needs no blocks, which take more operations
+    if (
+        candidates[0] in _PAIRS
+        and "chunked" in candidates
+        and chunks_pay(sizes_of(spec, q, k, v, causal))
+        and fits(spec, q, k, v)
+    ):
+        return "chunked"
+    few = q.shape[2] == 1 or q.shape[2] * k.shape[2] <= _FEW_PAIRS
+    if candidates[0] == "blocked" and few:
+        return "dense"  # no blocks, which take more operations
     return candidates[0]
-
-
-def _chunks_pay(sizes: Sizes, engine: Engine, _threads: int, known: Speeds) -> bool:
-    """Whether chunks cost less than pairs; the number of threads is a part of the cache's key."""
-    return chunked_cost(sizes) < cost_of_pairs(sizes, engine, known)
-
-
-# The cost model takes a tenth of a millisecond, as long as a small layer's passes.
-_known_to_pay = functools.lru_cache(maxsize=1024)(_chunks_pay)
 
 
 @functools.cache

@@ -17,11 +17,11 @@ from torch import Tensor
 from softmax_rnn._utils.errors import differences
 from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.ops.compiler import constant_when_compiled
-from softmax_rnn.ops.cost import chunk_length, heads_per_step, sizes_of
 from softmax_rnn.ops.forms.magnitudes import powers
 from softmax_rnn.ops.forms.row_sums import compute_dtype, visible_keys
 from softmax_rnn.ops.monomials import cumulative_dimension, degrees, state_rows, state_size
 from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.work import chunk_length, heads_per_step, sizes_of
 
 # Fewer bytes are assumed to fit: reading the free memory takes longer than using it.
 _SMALL = 2**26

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -168,7 +168,6 @@ def train(
     *,
     resume: bool = False,
     stop_after: float | None = None,
-    ready: Callable[[], None] = lambda: None,
 ) -> RunFolder:
     """Run ``config`` in the folder ``path``, or resume it.
 
@@ -180,8 +179,6 @@ def train(
         path: the run's folder.
         resume: resume an unfinished run from its newest intact checkpoint.
         stop_after: seconds after which to stop as by a signal; None for no limit.
-        ready: called once the settings, the text and the model are known to be valid, before the
-            first step; not for a run that is finished.
 
     Returns:
         The folder, with its results. A finished run is not repeated.
@@ -227,7 +224,6 @@ def train(
                 "fsdp=true shards nothing in a run of one process; to use N of them: torchrun "
                 "--nproc-per-node N -m softmax_rnn train."
             )
-        ready()
         with ExitStack() as until_done:
             stop.defer()  # from here on, processes wait for each other: they must stop together
             checkpoint = _start(loop, resume, until_done)

@@ -32,7 +32,7 @@ SPECS = {
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("softmax_rnn.ops.cost._CHUNKS", (CHUNK,))
+    monkeypatch.setattr("softmax_rnn.ops.work._LENGTHS", (CHUNK,))
 
 
 def case_of(name: str, queries: int, keys: int, *, causal: bool = True, width: int = 3) -> Case:
@@ -79,9 +79,10 @@ def test_a_compiled_model_is_one_graph() -> None:
 
 
 def test_auto_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("softmax_rnn.ops.cost._CHUNKS", (64, 128))
+    monkeypatch.setattr("softmax_rnn.ops.work._LENGTHS", (64, 128))
+    monkeypatch.setattr("softmax_rnn.ops.work._SHORTEST", 512)
     monkeypatch.setattr("softmax_rnn.ops.state._SMALL", 0)  # so that it looks at the free memory
-    assert sr.crossover(SPECS["taylor"], 3, 6, heads=4) < 700
+    assert sr.crossover(SPECS["taylor"], 3, 6) < 700
     case = case_of("taylor", 700, 700)
     graph = torch.compile(sr.attention, fullgraph=True, backend="aot_eager")
     assert_close(case.run(graph), case.run(sr.attention, form="dense"), 1e-10)

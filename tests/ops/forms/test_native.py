@@ -12,7 +12,6 @@ from torch import Tensor
 import softmax_rnn as sr
 from cases import WIDENED, Shape, assert_close, make_case
 from softmax_rnn.ops import dispatch
-from softmax_rnn.ops.cost import Sizes, chunked_cost, cost_of_pairs
 from softmax_rnn.ops.forms import native_library
 
 needs_library = pytest.mark.skipif(
@@ -167,13 +166,11 @@ def test_auto_takes_it_for_many_queries_alone(monkeypatch: pytest.MonkeyPatch) -
 @needs_library
 def test_auto_takes_it_until_states_cost_less() -> None:
     spec = sr.variant("taylor:4")
-    sizes = [Sizes(spec, 2**n, 2**n, 8, 8, heads=2, engine="native") for n in range(8, 14)]
-    less = [cost_of_pairs(each, "native") <= chunked_cost(each) for each in sizes]
-    assert less == sorted(less, reverse=True)
-    assert [chosen(long(each.keys), each.spec) for each in sizes] == [
-        "native" if cheap else "chunked" for cheap in less
-    ]
-    assert {True, False} == set(less)
+    crossover = sr.crossover(spec, 8, 8)
+    assert crossover > 1024
+    lengths = (256, crossover - 1, crossover, 2 * crossover)
+    found = [chosen(long(length), spec) for length in lengths]
+    assert found == ["native", "native", "chunked", "chunked"]
 
 
 @needs_library

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import softmax_rnn as sr
 from cases import WIDENED, Case, Shape, assert_close, make_case
 from softmax_rnn.ops import reference
-from softmax_rnn.ops.cost import FEATURES
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.monomials import monomial_factors, state_rows
+from softmax_rnn.ops.work import FEATURES
 from strategies import coefficients, layouts
 
 PER_TOKEN = ("input_gate", "output_gate", "log_decay")  # log decays of heads have one dimension

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from softmax_rnn.ops.cost import FEATURES, chunk_length, sizes_of
 from softmax_rnn.ops.forms import native_chunks, triton_chunks
 from softmax_rnn.ops.forms.chunk_plan import Loops, Plan, plain_spec
 from softmax_rnn.ops.forms.columns import Columns, from_columns, to_columns, with_own_terms
@@ -30,6 +29,7 @@ from softmax_rnn.ops.forms.row_sums import RowSums, no_data, without_autocast
 from softmax_rnn.ops.forms.torch_chunks import by_heads
 from softmax_rnn.ops.monomials import degrees, state_rows
 from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.work import FEATURES, chunk_length, sizes_of
 
 
 def chunked(

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from softmax_rnn.ops.decay import log_decay_grad
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.forms import fused, native_library
+from softmax_rnn.ops.forms import native_library
 from softmax_rnn.ops.forms.blocks import Blocks, block_length
 from softmax_rnn.ops.forms.first_order import first_order
 from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, no_data, without_autocast
@@ -51,14 +51,21 @@ def refuses(
     return ""
 
 
-def pays(spec: AttentionSpec, q: Tensor) -> bool:
-    """Whether auto takes this form: for enough queries, and if the library is there.
+# Of fewer queries the kernels of ``fused`` are faster.
+_BESIDE_FUSED = 160
+
+
+def pays(spec: AttentionSpec, q: Tensor, fused: bool) -> bool:
+    """Whether auto takes this form, if the library is there; ``fused``: or else the form fused.
 
     Half types have faster kernels of their own in ``fused``.
     """
-    enough = q.device.type == "cpu" and q.shape[2] >= native_library.LEAST_TOKENS and covers(spec)
+    if q.device.type != "cpu" or q.shape[2] == 1 or not covers(spec):
+        return False
     wide = q.dtype in (torch.float32, torch.float64)
-    return enough and (wide or not fused.supports(spec, "cpu")) and native_library.ready()
+    if fused and not (wide and q.shape[2] >= _BESIDE_FUSED):
+        return False
+    return native_library.ready()
 
 
 def native(

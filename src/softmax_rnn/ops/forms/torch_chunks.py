@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from softmax_rnn.ops.cost import heads_per_step
 from softmax_rnn.ops.forms import chunk_step
 from softmax_rnn.ops.forms.chunk_plan import Plan
 from softmax_rnn.ops.forms.chunk_tables import make_tables
 from softmax_rnn.ops.forms.columns import Columns
+from softmax_rnn.ops.work import heads_per_step
 
 
 def by_heads(plan: Plan, inputs: Columns) -> Iterator[tuple[slice, TorchChunks]]:
