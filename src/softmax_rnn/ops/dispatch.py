@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 
 from softmax_rnn._utils.errors import unknown
-<<<<<<< HEAD
 from softmax_rnn._utils.units import bytes_text
-from softmax_rnn.ops.cost import Sizes, chunked_cost, cost_of_pairs, sizes_of
-=======
->>>>>>> ee1e9bf (The choice between pairs and chunks is one rule, and short calls take the faster form)
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms import fused, native, triton
 from softmax_rnn.ops.forms.blocked import blocked

@@ -153,10 +153,12 @@ def test_what_it_does_not_compute() -> None:
 def test_auto_takes_it_for_many_queries_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     loads, load = [], native_library.load
     monkeypatch.setattr(native_library, "load", lambda: (loads.append(1), load())[1])
-    short = long(native_library.LEAST_TOKENS - 1)
-    assert [chosen(short, SPECS[name]) for name in ("softmax", "gate")] == ["fused", "blocked"]
+    assert chosen(long(159), SPECS["softmax"]) == "fused"
+    few = {name: chosen(long(32), SPECS[name]) for name in ("softmax", "gate", "linear_elu")}
+    assert few == {"softmax": "fused", "gate": "dense", "linear_elu": "dense"}
     assert not loads
-    assert [chosen(long(), SPECS[name]) for name in ("softmax", "gate")] == ["native", "native"]
+    found = [chosen(long(160), SPECS["softmax"]), chosen(long(33), SPECS["gate"])]
+    assert found == ["native", "native"]
     assert loads
     # The kernels of half types are faster than the conversion to float32.
     half = long().bfloat16()
