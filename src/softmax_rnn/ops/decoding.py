@@ -74,7 +74,7 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, spec: AttentionSpec, width: int) -> Weights:
-        """Those of a spec, for keys of a width."""
+        """The operator's arguments for a spec and the width of its keys."""
         fixed = None if spec.coefficients is None else list(spec.coefficients)
         scale = float(spec.score_scale(width))
         return cls(spec.series, degrees(spec)[1], fixed, spec.decay, spec.feature_map, scale)

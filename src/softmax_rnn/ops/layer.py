@@ -121,7 +121,7 @@ class Attention(AttentionCore):
         rotary = position_embeddings if self.options.rotary else None
         unrotated = None
         if rotary is not None and tokens == 1 and not self.options.map_before_rotary:
-            # In decoding, a call takes longer than its work.
+            # When decoding, call overhead dominates: rotate queries and keys in one call.
             both = rotate(_by_head(torch.cat((q, k), -1), self.qk_dim), *rotary)
             q, k = both.split((q.shape[2] // self.qk_dim, k.shape[2] // self.qk_dim), 1)
         else:

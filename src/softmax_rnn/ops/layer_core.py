@@ -105,7 +105,8 @@ class AttentionCore(LayerPart):
         super().__init__()
         self.spec, self.options = resolve_layer(spec, options)
         self._check_options()
-        # Of `attend`: project() has applied the input gate, and a skip comes before the other gate.
+        # What `attend` computes. The input gate was applied before; a skip comes before the output
+        # gate.
         after = "none" if self.options.skip else self.spec.output_gate
         self.operation = dataclasses.replace(self.spec, input_gate=False, output_gate=after)
 
@@ -176,7 +177,7 @@ class AttentionCore(LayerPart):
         }
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters that are no part's, for example norm weights to 1."""
+        """Initialise the parameters that belong to no submodule, for example norm weights to 1."""
         for name, (_, _, value) in self._own_parameters(1).items():
             parameter = getattr(self, name)
             if parameter is not None:

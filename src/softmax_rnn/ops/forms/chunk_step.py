@@ -212,7 +212,7 @@ def _scores(tables: Tables, fade: Fading, k: Tensor, q: Tensor) -> Tensor:
         scores = channel_scores(*_by_position(q, k, fade.total))
         return scores.movedim(3, 1).flatten(2).contiguous()
     scores = k.mT @ q
-    # Those of later keys may overflow in the series, and infinity times the factor 0 is NaN.
+    # Scores of later keys may overflow in the series, and infinity times the factor 0 is NaN.
     return scores if fade.pairs is None else _hide_future(tables, NO_FADING, scores)
 
 

@@ -33,7 +33,7 @@ class Columns(NamedTuple):
     coefficients: Tensor | None
 
     def of(self, heads: slice) -> Columns:
-        """The tensors of some of the N."""
+        """The tensors of a slice of the heads."""
         return Columns(*(x if x is None else x[heads] for x in self))  # type: ignore[arg-type]
 
 

@@ -8,8 +8,8 @@ channel multiplies queries and keys, so that the state's monomials decay by the 
 ``exp(G_end)``.
 
 A query's own key does not fade. With a decay per channel the chunks leave it out, and
-``with_own_terms`` adds it: otherwise it would be the largest part of what ``G_t`` receives as a
-query and as a key, where it cancels.
+``with_own_terms`` adds it: its two contributions to the gradient of ``G_t``, as a query and as a
+key, are large and cancel.
 """
 
 from __future__ import annotations

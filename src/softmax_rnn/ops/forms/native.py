@@ -242,7 +242,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
-    """Those of batch, heads and rows; of a single row, the width."""
+    """The strides of batch, heads and rows; for a single row, its width."""
     return *x.stride()[:2], x.stride(2) if x.shape[2] > 1 else x.shape[3]
 
 

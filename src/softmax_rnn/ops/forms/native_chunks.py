@@ -1,4 +1,4 @@
-"""The chunked form's loops in C++ for the CPU, for what :func:`suits`.
+"""The chunked form's loops in C++ for the CPU, for calls that :func:`suits` accepts.
 
 ``chunked`` calls them in place of its own, and does the rest. The library is
 :mod:`native_library`'s.

@@ -1,7 +1,8 @@
-"""One token after a state in C++, for a CPU: the plain quotient of a finite series, undecorated.
+"""One token after a state in C++, for a CPU: the quotient of a finite series.
 
-In decoding, calling operations takes longer than computing them, so everything is one call. Where a
-sum is not clearly right, for example within its rounding errors, the caller takes the general way.
+In decoding, calling operations takes longer than computing them, so everything is one call. Specs
+with gates, norms, windows or other denominators take the general way, and so do sums that are not
+clearly right, for example within their rounding errors.
 """
 
 from __future__ import annotations

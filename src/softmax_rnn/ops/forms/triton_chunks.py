@@ -1,4 +1,4 @@
-"""The chunked form's loops as Triton kernels, for what :func:`suits`.
+"""The chunked form's loops as Triton kernels, for calls that :func:`suits` accepts.
 
 ``chunked`` calls them in place of its own, and does the rest. Every chunk first adds its keys to a
 state of its own; a scan over the chunks adds these up; then all chunks read them at once. Monomials

@@ -91,8 +91,8 @@ def decay_grad(
 
     A decay fades what its own and later queries of the chunk read from the state, what earlier
     keys of the chunk add to it, the state between (``inner``), and the pairs within the chunk
-    of an earlier key and a later query. Only the last are a difference, and of the same
-    numbers: a query's own key, and keys of other chunks, would have to cancel.
+    of an earlier key and a later query. Only these pairs are a difference of two sums. A query's
+    own key and the other chunks are left out: their terms would cancel, with large rounding errors.
     """
     dtype, of = log_decay.dtype, (log_decay.shape[2], log_decay.device)
     read, pairs = F.pad(by_query.sum(1, dtype=dtype), (0, 0, slots.before, 0)).unbind(-1)

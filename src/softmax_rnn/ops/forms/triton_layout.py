@@ -66,7 +66,8 @@ def layout(
     first, order = degrees(spec)
     blocks = [(i, j) for j in range(0, width, SIDE) for i in range(0, j + 1, SIDE)]
     blocks = blocks if order == MAX_ORDER else []
-    # Of every row: its power, its library row among monomials of all degrees, how often it counts.
+    # Every row has a power, a library row among monomials of all degrees, and a number of times
+    # that it counts.
     power, source, counts = [], [], []
     for i, j in blocks:
         left, right = np.mgrid[i : i + SIDE, j : j + SIDE].reshape(2, -1)
