@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import softmax_rnn as sr
-from softmax_rnn.ops.decay import per_key_decay
 from softmax_rnn.ops.dispatch import FORMS
 from softmax_rnn.ops.validation import checked_mask
 
@@ -222,12 +221,11 @@ class Case:
         q, k, v = (self.tensors[name].to(dtype) for name in "qkv")
         mask = checked_mask(self.mask, q, k)
         keys_alone = mask is None or all(size == 1 for size in mask.shape[-3:-1])
-        decay = per_key_decay(self.tensors.get("log_decay"), k, mask)
         return [
             name
             for name in sr.forms(self.spec)
             if (keys_alone or not FORMS[name].stateful)
-            and not FORMS[name].refuses(self.spec, q, v, mask, decay)
+            and not FORMS[name].refuses(self.spec, q, v, mask)
         ]
 
 

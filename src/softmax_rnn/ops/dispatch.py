@@ -43,17 +43,15 @@ class Form(NamedTuple):
         supports: whether it can compute a spec on a type of device.
         stateful: whether it takes and returns states. Then its mask must be per key, the same for
             every query and head.
-        refuses: names the property of queries, values, mask or log decays that it cannot handle on
-            a supported device; empty if it can handle all.
+        refuses: names the property of queries, values or mask that it cannot handle on a supported
+            device; empty if it can handle all.
         maps: whether it applies the feature map to queries and keys itself.
     """
 
     compute: Callable[..., RowSums]
     supports: Callable[[AttentionSpec, str], bool] = lambda *_: True
     stateful: bool = False
-    refuses: Callable[[AttentionSpec, Tensor, Tensor, Tensor | None, Tensor | None], str] = (
-        lambda *_: ""
-    )
+    refuses: Callable[[AttentionSpec, Tensor, Tensor, Tensor | None], str] = lambda *_: ""
     maps: bool = False
 
 
@@ -130,7 +128,7 @@ def choose(
     per_key_mask = mask is None or mask.shape[1] == mask.shape[2] == 1
     if wants_state:
         check_per_key(mask)
-    refused = {name: FORMS[name].refuses(spec, q, v, mask, log_decay) for name in candidates}
+    refused = {name: FORMS[name].refuses(spec, q, v, mask) for name in candidates}
     candidates = [name for name in candidates if not refused[name]]
     if form == "auto":
         if q.device.type == "cpu" and "triton" in candidates:
@@ -141,7 +139,7 @@ def choose(
         if stateful or pairs <= _FEW_PAIRS or not native.pays(spec, q, "fused" in candidates):
             candidates = [name for name in candidates if name != "native"]
         form = _cheapest(candidates, spec, q, k, v, causal)
-        if refused.get("fused") and log_decay is None:  # blocked is as fast with strong decays
+        if refused.get("fused"):
             _warn_once(f"form='fused' cannot compute {refused['fused']}: {form!r} is used instead.")
     elif form not in candidates:
         what = refused.get(form) or "this spec"

@@ -319,8 +319,7 @@ def test_auto_takes_the_fused_kernel_wherever_an_identity_allows() -> None:
         assert first(name) == "fused"
     for name in ("gate", "taylor:4", "linear_elu", "norm_rms"):
         assert first(name) == "blocked"
-    assert first("softmax+decay") == "fused"
-    for name in ("exp_channel", "window", "window_global"):
+    for name in ("forgetting", "exp_channel", "window", "window_global"):
         assert first(WIDENED[name]) == "blocked"
     assert "fused" not in sr.forms("softmax_plus_one", "mps")
     for device in ("cuda", "mps"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import softmax_rnn as sr
-from cases import WIDENED, Shape, assert_close, make_case
+from cases import Shape, assert_close, make_case
 from softmax_rnn.ops import dispatch
 from softmax_rnn.ops.forms import fused
 from softmax_rnn.ops.forms.dense import dense
@@ -158,26 +157,3 @@ def test_what_the_kernels_of_a_gpu_refuse(
     else:
         assert (form, caught) == ("fused", [])
     assert chosen(sr.variant("norm"), "auto") == "fused"  # SDPA's matter
-
-
-FORGETTING = ["forgetting", "forgetting_head", "forgetting_norm"]
-
-
-@pytest.mark.parametrize("mask", ["none", "padding", "full"])
-@pytest.mark.parametrize("name", [*FORGETTING, "sink"])
-def test_a_decay_is_one_more_channel(name: str, mask: str) -> None:
-    """Also of sums that no quotient follows, with the gradient of the decay."""
-    decayed = dataclasses.replace(WIDENED[name], decay="head" if "head" in name else "token")
-    case = make_case(decayed, mask=mask, decay=0.1)
-    assert "fused" in case.forms
-    expected = case.run(sr.attention, form="dense")
-    assert_close(case.run(sr.attention, form="fused"), expected, 1e-10)
-    assert_close(case.run(sr.attention, torch.float32, form="fused"), expected, 5e-5)
-
-
-@pytest.mark.parametrize(("decay", "dtype"), [(1e3, torch.float64), (1e-3, torch.bfloat16)])
-def test_decays_that_a_channel_cannot_hold_are_refused(decay: float, dtype: torch.dtype) -> None:
-    case = make_case(WIDENED["forgetting"], decay=decay)
-    with pytest.raises(ValueError, match="cannot compute log decays"):
-        case.run(sr.attention, dtype, form="fused")
-    case.run(sr.attention, dtype)  # another form, without a warning

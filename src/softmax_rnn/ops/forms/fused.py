@@ -1,8 +1,7 @@
 """The fused form: the series exp on PyTorch's fused kernels, with their speed and memory use.
 
 It computes the sums of equations 1, 5 and 6 (``reference.attention``) for every exp variant without
-a clamp, on a CPU or a GPU; on a CPU also with slow decays. docs/numerics.md explains the identities
-that it uses.
+a clamp, window or decay, on a CPU or a GPU. docs/numerics.md explains the identities that it uses.
 """
 
 from __future__ import annotations
@@ -15,39 +14,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from softmax_rnn.ops.forms.first_order import first_order
-from softmax_rnn.ops.forms.row_sums import RowSums, no_data, visible, without_autocast
+from softmax_rnn.ops.forms.row_sums import RowSums, visible, without_autocast
 from softmax_rnn.ops.spec import AttentionSpec
 
 _aten = torch.ops.aten
 MAX_WIDTH = 256  # of the flash kernels of a GPU
-# Largest sum of a head's log decays, without its sign. With a larger one the kernels would compute
-# with denormal numbers, and scores would lose precision.
-MAX_FADING = 64.0
-# Formatted here: in a compiled graph with dynamic shapes even this constant is a symbol.
-_STRONG = f"log decays that sum to less than {-MAX_FADING:g}"
 
 
 def supports(spec: AttentionSpec, device: str) -> bool:
-    """Exp without clamp or window; on devices other than CPU and CUDA if a row's scale cancels.
+    """Exp without clamp, window or decay; beside CPU and CUDA only if a row's scale cancels.
 
     A kernel computes every pair of query and key; ``blocked`` skips hidden and faded keys.
     """
-    if spec.decay != "none" and (device != "cpu" or spec.decay == "channel"):
-        return False
-    unclamped_exp = spec.series == "exp" and spec.clamp is None and spec.window is None
-    return unclamped_exp and (spec.up_to_row_scale or device in ("cpu", "cuda"))
+    plain = spec.clamp is None and spec.window is None and spec.decay == "none"
+    return spec.series == "exp" and plain and (spec.up_to_row_scale or device in ("cpu", "cuda"))
 
 
-def refuses(
-    spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None, log_decay: Tensor | None
-) -> str:
+def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
     """The property of these tensors that the kernels do not support; empty for none."""
-    if log_decay is not None:
-        if q.dtype not in (torch.float32, torch.float64):
-            return f"log decays of {q.dtype} inputs"
-        unknown = no_data(q) or no_data(log_decay)
-        if unknown or bool(log_decay.detach().sum(2).lt(-MAX_FADING).any()):
-            return _STRONG
     if not q.is_cuda or spec.up_to_row_scale:  # SDPA chooses a kernel itself
         return ""
     width = max(q.shape[-1], v.shape[-1])
@@ -75,36 +59,9 @@ def fused(
     *,
     causal: bool,
     mask: Tensor | None,
-    log_decay: Tensor | None = None,
 ) -> RowSums:
     """As :func:`softmax_rnn.ops.forms.dense.dense`, on the fused kernels; never overflows."""
-    if log_decay is None:
-        return _fused(q, k, v, spec, spec.score_scale(q.shape[-1]), causal, mask)
-    # One more channel of the score, 1 * -G_s; the factor exp(G_t) is the same for a whole row.
-    total = log_decay.cumsum(2)
-    total = total - total[:, :, :1] + MAX_FADING / 2  # around zero
     scale = spec.score_scale(q.shape[-1])
-    fading = (-total / scale).to(k.dtype).unsqueeze(-1)
-    q, k = torch.cat([q, torch.ones_like(q[..., :1])], -1), torch.cat([k, fading], -1)
-    sums = _fused(q, k, v, spec, scale, causal, mask)
-    if sums.log_scale is None or sums.weight_sum is None:
-        return sums
-    last = total[:, :, total.shape[2] - q.shape[2] :].to(q.dtype)
-    last = last.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    factor = 1 + (last - last.detach())  # its gradient is that of exp(G_t), its value 1
-    numerator, weight_sum = sums.numerator * factor.unsqueeze(-1), sums.weight_sum * factor
-    return RowSums(numerator, weight_sum, sums.log_scale + last.detach())
-
-
-def _fused(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    scale: float,
-    causal: bool,
-    mask: Tensor | None,
-) -> RowSums:
     q, k = q.to(v.dtype), k.to(v.dtype)  # the kernels need one dtype; features may be wider
     queries, keys, width = q.shape[-2], k.shape[-2], v.shape[-1]
     on_gpu = q.is_cuda and not spec.up_to_row_scale

@@ -42,9 +42,7 @@ def supports(spec: AttentionSpec, device: str) -> bool:
     return device == "cpu" and covers(spec) and native_library.possible()
 
 
-def refuses(
-    spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None, log_decay: Tensor | None
-) -> str:
+def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
     """The property of these tensors that the kernels do not support; empty for none."""
     if mask is not None and not mask.shape[1] == mask.shape[2] == 1:
         return "a mask per query or head"

@@ -58,9 +58,7 @@ def supports(spec: AttentionSpec, device: str) -> bool:
     return device in ("cpu", "cuda") and _INSTALLED and (spec.order or 0) <= MAX_ORDER
 
 
-def refuses(
-    spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None, log_decay: Tensor | None
-) -> str:
+def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
     """The property of these tensors that the kernels do not support; empty for none."""
     width = max(q.shape[-1], v.shape[-1])
     if width > MAX_WIDTH:
