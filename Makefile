@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Of the tests. Some wait for other processes, so these are more than cores.
-WORKERS ?= 4
+WORKERS ?= 3
 # Training runs share the cores out themselves.
 export TOKENIZERS_PARALLELISM ?= false
 

@@ -32,7 +32,7 @@ from softmax_rnn.ops.work import Sizes, chunks_pay
 
 SHORT = ((16, 32, 64, 128, 256), (16, 64))
 SPECS = {
-    **{name: sr.variant(name) for name in ("softmax", "norm", "gate", "linear_elu", "taylor:2")},
+    **{name: sr.variant(name) for name in ("softmax", "norm", "length", "linear_elu", "taylor:2")},
     "clamped": sr.AttentionSpec(clamp=5.0),
     "window:32": sr.AttentionSpec(window=32),
 }

@@ -174,6 +174,7 @@ def test_a_weight_sum_of_half_precision_is_not_rounded(device: str) -> None:
     error = (found.weight_sum.cpu() - expected.weight_sum).abs()
     assert (error <= found.noise.cpu()).all()
     size = 0.3 * (q.float() * k.float().abs().sum(2, keepdim=True)).norm(dim=3)
+    size = size * 2**0.5  # the keys are added in two chunks
     torch.testing.assert_close(found.noise, 4 * torch.finfo(torch.float32).eps * size)
 
 
