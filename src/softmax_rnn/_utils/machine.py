@@ -20,15 +20,6 @@ def in_proc(name: str, pattern: str) -> str | None:
     return found[1] if found else None
 
 
-def busy() -> str:
-    """The load of a machine that was mostly busy in the last minute, in words; else empty."""
-    cores = os.cpu_count() or 1
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load <= cores / 2:
-        return ""
-    return f"its load in the last minute was {load:.1f} on {cores} cores"
-
-
 def cache_folder() -> Path:
     """``$SOFTMAX_RNN_CACHE``, or a folder in the user's cache folder.
 
