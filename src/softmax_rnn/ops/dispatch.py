@@ -135,8 +135,9 @@ def choose(
             candidates.remove("triton")  # its interpreter is for tests
         if not per_key_mask:
             candidates = [name for name in candidates if not FORMS[name].stateful]
-        pairs = q.shape[2] * k.shape[2]
-        if stateful or pairs <= _FEW_PAIRS or not native.pays(spec, q, "fused" in candidates):
+        # The kernels of native map queries and keys themselves, where PyTorch makes several passes.
+        few = q.shape[2] * k.shape[2] <= _FEW_PAIRS and spec.feature_map != "elu1"
+        if stateful or few or not native.pays(spec, q, "fused" in candidates):
             candidates = [name for name in candidates if name != "native"]
         form = _cheapest(candidates, spec, q, k, v, causal)
         if refused.get("fused"):
