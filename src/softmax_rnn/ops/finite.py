@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -111,7 +110,7 @@ def _check_hidden_keys(
         totals = sums.unbind(-1) if spec.decay == "channel" else [sums]
     for start in range(0, queries, _ROWS):
         rows = slice(start, min(start + _ROWS, queries))
-        each = []
+        seen: Tensor | None = None  # one channel at a time: all of them would take much memory
         for size, total in zip(sizes, totals, strict=True):
             left = size.unsqueeze(2).expand(-1, -1, rows.stop - rows.start, -1)
             if total is not None:
@@ -119,8 +118,9 @@ def _check_hidden_keys(
                 faded = total[:, :, at, None] - total[:, :, None]
                 left = left + faded * (bits / math.log(2))
                 left = left.masked_fill(faded < FLOOR[dtype], -torch.inf)
-            each.append(left)
-        seen = functools.reduce(torch.maximum, each).repeat_interleave(group, 1)
+            seen = left if seen is None else seen.maximum(left)
+        assert seen is not None
+        seen = seen.repeat_interleave(group, 1)
         if shown is not None:
             part = shown[..., rows, :] if shown.shape[-2] > 1 else shown
             seen = seen.masked_fill(~part, -torch.inf)
