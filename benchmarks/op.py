@@ -24,8 +24,9 @@ import softmax_rnn as sr
 from benchmarks import measure
 from benchmarks.contestants import CHUNKS, Contestant, contestants, installed
 from benchmarks.targets import judge
-from softmax_rnn.ops.dispatch import FORMS, choose
+from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.monomials import state_rows
+from softmax_rnn.ops.plan import planned
 
 LENGTHS = {
     "cpu": (512, 1024, 2048, 4096, 8192),
@@ -127,9 +128,8 @@ def form_of(one: Contestant, data: Sequence[Tensor]) -> str | None:
     """The form that computes a contestant of ours."""
     if one.form != "auto":
         return one.form
-    options: dict[str, Any] = {"causal": True, "mask": None, "stateful": False}
-    chosen = choose("auto", sr.variant(one.variant), *data[:3], **options)
-    return next(name for name, form in FORMS.items() if form is chosen)
+    q, k, v = data[:3]
+    return planned(Call(q, k, v, sr.variant(one.variant)), part=True).form
 
 
 def cell(

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import softmax_rnn as sr
-from softmax_rnn.ops.dispatch import FORMS
-from softmax_rnn.ops.validation import checked_mask
+from softmax_rnn.ops.inputs import Call
+from softmax_rnn.ops.plan import FORMS, reason, signature
 
 MASKS = ("none", "padding", "heads", "full")
 
@@ -219,14 +219,8 @@ class Case:
     def forms_of(self, dtype: torch.dtype) -> list[str]:
         """The forms that can compute it in a type: those with a state take masks of keys alone."""
         q, k, v = (self.tensors[name].to(dtype) for name in "qkv")
-        mask = checked_mask(self.mask, q, k)
-        keys_alone = mask is None or all(size == 1 for size in mask.shape[-3:-1])
-        return [
-            name
-            for name in sr.forms(self.spec)
-            if (keys_alone or not FORMS[name].stateful)
-            and not FORMS[name].refuses(self.spec, q, v, mask)
-        ]
+        of_call = signature(Call(q, k, v, self.spec, mask=self.mask))
+        return [name for name in sr.forms(self.spec) if not reason(FORMS[name], of_call)]
 
 
 def make_case(

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -14,6 +15,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # For processes that tests start: threads that wait for each other on a busy core cost most of it.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Threads of tests that run beside each other sleep while they wait, rather than take a core.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import numpy as np
 import pytest
@@ -59,6 +62,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _one_thread() -> None:
     """Tests run beside each other, a core each."""
     torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))
+
+
+@pytest.fixture(autouse=True)
+def _own_plans() -> None:
+    """What a test changes in the environment or the library decides nothing in the next one."""
+    if "softmax_rnn.ops.plan" in sys.modules:
+        sys.modules["softmax_rnn.ops.plan"].forget()
 
 
 @pytest.hookimpl(tryfirst=True)

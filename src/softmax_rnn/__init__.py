@@ -10,12 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from softmax_rnn.ops.context_parallel import context_parallel_attention
-from softmax_rnn.ops.dispatch import forms
 from softmax_rnn.ops.fitting import fit_series
 from softmax_rnn.ops.layer import Attention
 from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.monomials import state_size
 from softmax_rnn.ops.operation import attention
+from softmax_rnn.ops.plan import forms
 from softmax_rnn.ops.series import order_for, remainder_bound
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State

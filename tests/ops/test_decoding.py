@@ -12,11 +12,14 @@ from torch.autograd import forward_ad
 
 import softmax_rnn as sr
 from quick import first_quick
-from softmax_rnn.ops import decoding
+from softmax_rnn.ops import operation
 from softmax_rnn.ops.forms import native_library, native_token
+from softmax_rnn.ops.forms.token import Weights
+from softmax_rnn.ops.inputs import Call
+from softmax_rnn.ops.plan import planned
 
 needs_library = pytest.mark.skipif(
-    not native_library.possible(), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
+    bool(native_library.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
 )
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 SPECS = {
@@ -51,8 +54,7 @@ def normal(draw: torch.Generator, *shape: int, dtype: torch.dtype = torch.float6
 
 def general(patch: pytest.MonkeyPatch, *args: Any, **options: Any) -> Any:
     with patch.context() as inner:
-        for shortcut in ("over_keys", "after_state"):
-            inner.setattr(decoding, shortcut, lambda *_: None)
+        inner.setattr(operation, "_SHORT", {})
         return sr.attention(*args, **options)
 
 
@@ -163,7 +165,7 @@ def test_the_operator() -> None:
     q, k, v = (normal(draw, 2, heads, 1, 4) for heads in (4, 2, 2))
     _, state = sr.attention(q, k, v, spec, return_state=True)
     given = q, k, v, [*state.tensors.values()], None, torch.tensor(1)
-    arguments = *given, *decoding.Weights.of(spec, 4)
+    arguments = *given, *Weights.of(spec, 4)
     library.opcheck(torch.ops.softmax_rnn.token, arguments)
 
 
@@ -252,5 +254,5 @@ def test_a_query_over_keys(name: str, dtype: torch.dtype, monkeypatch: pytest.Mo
     assert (found.double() - expected).norm() <= tolerance * expected.norm()
     with torch.autocast("cpu", dtype=torch.bfloat16):  # which does not change the precision
         assert torch.equal(sr.attention(q, k, v, spec, **gate), found)
-    alone = decoding.over_keys(q, k, v, spec)
-    assert (alone is not None) == (name == "softmax")
+    alone = planned(Call(q, k, v, spec, output_gate=gate.get("output_gate"))).path == "kernel"
+    assert alone == (name == "softmax")

@@ -11,7 +11,6 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import softmax_rnn as sr
 from softmax_rnn import Attention, LayerOptions
-from softmax_rnn.ops.dispatch import FORMS
 from softmax_rnn.ops.layer import rotate
 
 
@@ -207,9 +206,7 @@ def test_an_input_gate_is_the_operations_own() -> None:
     torch.testing.assert_close(layer(x), layer.o_proj(out.transpose(1, 2).flatten(2)))
 
 
-FINITE = [
-    name for name in sr.variants() if any(FORMS[f].stateful for f in sr.forms(sr.variant(name)))
-]
+FINITE = [name for name in sr.variants() if sr.variant(name).has_state]
 
 
 @pytest.mark.parametrize("options", [{}, {"short_convolution": 3}], ids=["", "convolution"])

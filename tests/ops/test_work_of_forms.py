@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import softmax_rnn as sr
-from softmax_rnn.ops.dispatch import FORMS, choose
 from softmax_rnn.ops.forms.native_library import VARIABLE
+from softmax_rnn.ops.inputs import Call
+from softmax_rnn.ops.plan import planned
 from softmax_rnn.ops.variants import resolve
 from softmax_rnn.ops.work import Sizes, chunk_length, chunks_pay
 
@@ -72,8 +73,7 @@ def test_auto_follows_the_rule_and_the_mask(monkeypatch: pytest.MonkeyPatch) -> 
 
     def chosen(length: int, mask: torch.Tensor | None = None, name: str = "taylor:2") -> str:
         x = torch.zeros(1, 2, length, 16)
-        form = choose("auto", resolve(name), x, x, x, causal=True, mask=mask, stateful=False)
-        return next(key for key, value in FORMS.items() if value is form)
+        return planned(Call(x, x, x, resolve(name), mask=mask)).form
 
     crossover = sr.crossover("taylor:2", 16, 16)
     assert chosen(crossover - 1) == "blocked"

@@ -16,7 +16,7 @@ import torch
 from scipy.special import ive
 from torch import Tensor
 
-from softmax_rnn.ops.denominators import SUM_GUARD
+from softmax_rnn.ops.finish import SUM_GUARD
 from softmax_rnn.ops.series import MAX_RADIUS
 
 _NEGLIGIBLE = 1e-17  # relative to a row's weight sum; adding it does not change a float64 sum

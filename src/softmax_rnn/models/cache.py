@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from softmax_rnn._utils.files import file_aside
-from softmax_rnn.ops.dispatch import FORMS, forms
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.magnitudes import powers
 from softmax_rnn.ops.forms.row_sums import compute_dtype
@@ -238,7 +237,7 @@ def _layer_bytes(layer: Any) -> int:
 def recurrent_bytes(config: Any, dtype: torch.dtype, batch: int = 1) -> int | None:
     """Bytes of a recurrent cache for a model of ``config``; ``None`` if it can have none."""
     spec = config.spec
-    if not any(FORMS[form].stateful for form in forms(spec)):
+    if not spec.has_state:
         return None
     options, kv_heads = config.options, config.num_key_value_heads
     size = state_bytes(spec, options, kv_heads, config.head_dim, config.head_dim, dtype)

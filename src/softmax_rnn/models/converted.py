@@ -37,7 +37,6 @@ from softmax_rnn.models.converted_layer import CONVERTED, ConvertedLayer
 from softmax_rnn.models.converted_record import ConvertedAttention
 from softmax_rnn.models.generation import OwnCacheGeneration, with_own_cache
 from softmax_rnn.models.initialization import reset_unloaded
-from softmax_rnn.ops.dispatch import FORMS, forms
 
 # The model type in a file. transformers prints it first, if it does not know it or if another class
 # is asked to read the file.
@@ -198,7 +197,7 @@ def _state_bytes(record: ConvertedAttention, dtype: torch.dtype) -> int | None:
     spec = record.spec
     if not record.causal or record.sliding_window:
         return None
-    if not any(FORMS[form].stateful for form in forms(spec)):
+    if not spec.has_state:
         return None
     widths = record.key_width, record.value_width
     return state_bytes(spec, record.options, record.num_kv_heads, *widths, dtype)

@@ -22,10 +22,10 @@ from softmax_rnn.models.converted_cache import KeyValueLayer, StateLayer, with_e
 from softmax_rnn.models.converted_record import ConvertedAttention
 from softmax_rnn.models.masks import full_mask, mask_of_family
 from softmax_rnn.models.rotations import unrotated
+from softmax_rnn.ops.inputs import is_per_key, require_first_keys
 from softmax_rnn.ops.layer_core import AttentionCore, Mapped, Projected
 from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.operation import attention
-from softmax_rnn.ops.validation import is_per_key, require_first_keys
 
 CONVERTED = "softmax_rnn_converted"  # the attention's name in transformers, and the model type
 PROBE = "softmax_rnn_probe"  # an attention that notes its calls, while a model is examined

@@ -10,34 +10,12 @@ import math
 import torch
 from torch import Tensor
 
-from softmax_rnn.ops.forms.row_sums import no_data, visible_keys
-from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.validation import check_extra
+from softmax_rnn.ops.forms.row_sums import visible_keys
 
 MIN_LOG_DECAY = -1e4  # its exponential is 0 in float64
 # Factors below the exponential of this are 0. Products of smaller ones with other numbers would be
 # denormal, and a CPU is many times slower with those.
 FLOOR = {torch.float32: -65.0, torch.float64: -700.0}
-
-
-def check_decay(log_decay: Tensor | None, spec: AttentionSpec, k: Tensor, causal: bool) -> None:
-    """Raise ``ValueError`` for a decay or window that does not fit the spec and keys ``k``."""
-    if not causal and spec.causal_only:
-        raise ValueError(
-            "A decay or a window needs causal=True: it depends on the positions of queries, which "
-            "are the last ones of the keys."
-        )
-    if log_decay is None and spec.decay == "none":
-        return
-    shapes = {"head": k.shape[1:2], "token": k.shape[:3], "channel": k.shape}
-    check_extra("log_decay", log_decay, spec.decay != "none", tuple(shapes.get(spec.decay, ())), k)
-    assert log_decay is not None
-    if not log_decay.is_floating_point():
-        raise ValueError(f"log_decay must be of a floating-point dtype, not {log_decay.dtype}.")
-    if not no_data(log_decay) and (log_decay > 0).any():  # NaN passes, as in other inputs
-        raise ValueError(
-            f"log_decay must be <= 0; the largest is {float(log_decay.detach().max()):.3g}."
-        )
 
 
 def per_key_decay(log_decay: Tensor | None, k: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -30,14 +30,14 @@ def elu1(x: Tensor) -> Tensor:
 
     ``elu(x) + 1`` would lose digits below zero.
     """
-    if native_maps.suits(x):
+    if native_maps.takes(x):
         return native_maps.elu1(x)
     return torch.maximum(x + 1, x.clamp(max=0).exp())
 
 
 def elu1_gradient(mapped: Tensor, grad: Tensor) -> Tensor:
     """The gradient of x from that of ``mapped = elu1(x)``: ``elu1' = min(elu1, 1)``."""
-    if native_maps.suits(mapped, grad):
+    if native_maps.takes(mapped, grad):
         return native_maps.elu1_gradient(mapped, grad)
     return grad * mapped.clamp(max=1)
 

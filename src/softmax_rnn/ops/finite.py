@@ -11,7 +11,6 @@ from torch import Tensor
 from softmax_rnn.ops.decay import FLOOR
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, no_data, visible, without_hidden
-from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State
 
@@ -256,19 +255,21 @@ def _out_of_range(sums: RowSums, spec: AttentionSpec, k: Tensor, v: Tensor) -> b
     if sums.state is None or not k.numel() or not v.numel():
         return False
     key, value = (float(x.detach().abs().max()) for x in (k, v))
-    return not in_range(spec, key, value, k.shape[2], sums.state.dtype)
+    return not within_range(spec, key, value, k.shape[2], sums.state.dtype)
 
 
-def in_range(spec: AttentionSpec, key: float, value: float, keys: int, dtype: torch.dtype) -> bool:
+def within_range(
+    spec: AttentionSpec, key: float, value: float, keys: int, dtype: torch.dtype
+) -> bool:
     """Whether powers of the largest key times the largest value are in range for a state."""
-    limits, order = torch.finfo(dtype), degrees(spec)[1]
+    limits, order = torch.finfo(dtype), spec.order or 0
     size = order * math.log(max(1.0, key)) + math.log(max(1.0, value) * keys)
     return size < math.log(limits.max) and not _vanishes(spec, key, limits.tiny)
 
 
 def _vanishes(spec: AttentionSpec, longest: float, tiny: float) -> bool:
     """Whether powers of small keys underflow in a spec in which a factor of scores cancels."""
-    return spec.scale_free and 0 < longest ** degrees(spec)[1] < tiny
+    return spec.scale_free and 0 < longest ** (spec.order or 0) < tiny
 
 
 def all_finite(x: Tensor | None) -> bool:

@@ -131,8 +131,6 @@ class Attention(AttentionCore):
                 q, k = rotate(q, *rotary), rotate(k, *rotary)
         if q.dtype != v.dtype:  # autocast leaves the rotation in float32
             q, k = q.to(v.dtype), k.to(v.dtype)
-        if self.bare:
-            return Projected(q, k, v, None, v, inputs)
         if positions is None and self.feature_map is not None:
             positions = torch.arange(tokens, device=q.device).unsqueeze(0)
             positions = positions + (0 if state is None else state.tokens)

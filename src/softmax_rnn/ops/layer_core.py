@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from softmax_rnn.ops import decoding
 from softmax_rnn.ops.context_parallel import context_parallel_attention
 from softmax_rnn.ops.forms.row_sums import compute_dtype
+from softmax_rnn.ops.inputs import is_per_key
 from softmax_rnn.ops.layer_decays import LayerDecay, decay_of
 from softmax_rnn.ops.layer_maps import LAYER_MAPS, LayerMap, key_widths
 from softmax_rnn.ops.layer_options import LayerOptions
@@ -20,7 +20,6 @@ from softmax_rnn.ops.layer_parts import LayerPart
 from softmax_rnn.ops.norms import normalized
 from softmax_rnn.ops.operation import attention
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.validation import is_per_key
 from softmax_rnn.ops.variants import resolve_layer
 
 ACTIVATIONS = {"none": lambda x: x, "sigmoid": torch.sigmoid, "swish": nn.functional.silu}
@@ -143,10 +142,6 @@ class AttentionCore(LayerPart):
         gates = num_heads * head_dim if self.options.gate_per_channel else num_heads
         self.output_gate = nn.Linear(hidden_size, gates) if gated else None
         own = self._own_parameters(num_heads)
-        # Without any of these, a decoded token takes a few microseconds less.
-        self.plain = not gated and not any(used for used, _, _ in own.values())
-        self.bare = self.plain and not (mapped or self.decay or own_gate)
-        self.only_softmax = self.bare and self.operation.is_softmax
         for name, (used, shape, _) in own.items():
             parameter = nn.Parameter(torch.empty(shape)) if used else None
             self.register_parameter(name, parameter)
@@ -227,30 +222,22 @@ class AttentionCore(LayerPart):
         ``options`` are further arguments, also in place of the layer's own, such as its sink. Keys,
         values and decays may be those of earlier tokens as well, from a cache.
         """
-        if self.only_softmax and self._is_decoded(projected.q, options):
-            # The checks of the operation would take a tenth of the layer's time.
-            out = decoding.over_keys(*projected[:3], self.operation)
-            if out is not None:
-                return out
         mask = options.get("mask")
         if mask is not None and is_per_key(mask):
             options["padding"] = True
-        own: dict[str, Any] = {"log_decay": projected.log_decay}
-        gate = skip = None
-        if not self.plain:
-            gate, skip = self._gate(hidden_states), self.skip_weight
-            outside = self.outside_logit
-            own |= {
-                "output_gate": gate if skip is None else None,
-                "length_power": None if self.length_logit is None else self.length_logit.sigmoid(),
-                "coefficients": self._coefficients(),
-                "sink": self.sink,
-                "outside_scale": None if outside is None else outside.exp(),
-                "outside_q": projected.outside_q,
-                "outside_k": projected.outside_k,
-                "norm_weight": self.norm_weight,
-                "norm_bias": self.norm_bias,
-            }
+        gate, skip, outside = self._gate(hidden_states), self.skip_weight, self.outside_logit
+        own: dict[str, Any] = {
+            "log_decay": projected.log_decay,
+            "output_gate": gate if skip is None else None,
+            "length_power": None if self.length_logit is None else self.length_logit.sigmoid(),
+            "coefficients": self._coefficients(),
+            "sink": self.sink,
+            "outside_scale": None if outside is None else outside.exp(),
+            "outside_q": projected.outside_q,
+            "outside_k": projected.outside_k,
+            "norm_weight": self.norm_weight,
+            "norm_bias": self.norm_bias,
+        }
         compute: Any = attention
         if self.context_group is not None:
             compute = functools.partial(context_parallel_attention, group=self.context_group)
@@ -264,11 +251,6 @@ class AttentionCore(LayerPart):
         if state is None:
             return out
         return out, dataclasses.replace(state, inputs=projected.inputs)
-
-    def _is_decoded(self, q: Tensor, options: Mapping[str, Any]) -> bool:
-        """Whether this is one token on a CPU that sees every key."""
-        one = q.shape[2] == 1 and q.device.type == "cpu" and self.context_group is None
-        return one and len(options) == 1 and options.get("mask", q) is None
 
     def _gate(self, hidden_states: Tensor) -> Tensor | None:
         """The output gate, [B, H, T] or per channel [B, H, T, head_dim]."""
@@ -290,7 +272,7 @@ class AttentionCore(LayerPart):
     def join(self, out: Tensor) -> Tensor:
         """The heads' outputs [B, H, T, D] side by side, [B, T, H * D], after the merged norm."""
         out = out.transpose(1, 2).flatten(2)
-        if not self.plain and self.merged_norm_weight is not None:
+        if self.merged_norm_weight is not None:
             out = normalized(out, None, "rms", self.merged_norm_weight, None)
         return out
 

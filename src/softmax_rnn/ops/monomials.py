@@ -58,7 +58,7 @@ def state_size(spec: AttentionSpec | str, d_k: int, d_v: int) -> int:
 
 def state_rows(spec: AttentionSpec, width: int) -> int:
     """Number of monomials in the state of a finite series."""
-    first, last = degrees(spec)
+    first, last = spec.powers or degrees(spec)
     return cumulative_dimension(width, last) - (
         cumulative_dimension(width, first - 1) if first else 0
     )
@@ -82,8 +82,8 @@ def degrees(spec: AttentionSpec) -> tuple[int, int]:
             "The series 'exp' has infinitely many powers and no finite state; series='taylor' "
             "with an order has one."
         )
-    order = index(spec.order)  # torch.compile may take the order of a second spec for a variable
-    return (order if spec.series == "power" else 0), order
+    assert spec.powers is not None
+    return spec.powers
 
 
 def monomials(x: Tensor, degree: int) -> Tensor:

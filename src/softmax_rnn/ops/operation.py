@@ -1,40 +1,25 @@
-"""One call for every attention: feature map, form, denominator, gate, norm."""
+"""One call for every attention: check, plan, run, finish."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, library
 
-from softmax_rnn.ops import decoding
-from softmax_rnn.ops.decay import check_decay, per_key_decay
-from softmax_rnn.ops.denominators import guarded, row_sum
-from softmax_rnn.ops.dispatch import FORMS, choose, forms
+from softmax_rnn.ops.decay import per_key_decay
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
+from softmax_rnn.ops.finish import outputs
 from softmax_rnn.ops.finite import all_finite, check_output, check_sums, scaled_for_powers
-from softmax_rnn.ops.forms.first_order import differentiated
-from softmax_rnn.ops.forms.row_sums import (
-    RowSums,
-    compute_dtype,
-    no_autocast,
-    no_data,
-    visible_count,
-    without_hidden,
-)
-from softmax_rnn.ops.norms import normalized
+from softmax_rnn.ops.forms.row_sums import RowSums, no_autocast, without_hidden
+from softmax_rnn.ops.forms.token import Weights, after_state, softmax
+from softmax_rnn.ops.inputs import Call, check_not_growing
 from softmax_rnn.ops.padding import Packed
+from softmax_rnn.ops.plan import FORMS, Plan, forms, planned
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.state import KeptKeys, State, check_state, largest_values, next_state
-from softmax_rnn.ops.validation import (
-    check_extras,
-    check_outside,
-    check_per_key,
-    check_series,
-    check_tensors,
-    checked_mask,
-)
+from softmax_rnn.ops.state import KeptKeys, State, next_state
 from softmax_rnn.ops.variants import resolve
 from softmax_rnn.ops.window import window_and_series
 
@@ -172,117 +157,75 @@ def attention(
         >>> state.tokens
         256
     """
-    if not isinstance(spec, AttentionSpec):
-        spec = resolve(spec)
-    check_tensors(q, k, v, causal)
-    mask = checked_mask(mask, q, k)
-    queries, keys = q.shape[2], k.shape[2]
-    none = input_gate is output_gate is length_power is coefficients is sink is None
-    if spec.needs_tensors or not (none and outside_scale is norm_weight is norm_bias is None):
-        extra = {
-            "input_gate": input_gate,
-            "output_gate": output_gate,
-            "length_power": length_power,
-            "coefficients": coefficients,
-            "sink": sink,
-            "outside_scale": outside_scale,
-            "norm_weight": norm_weight,
-            "norm_bias": norm_bias,
-        }
-        check_extras(extra, spec, q, v)
-    if outside_q is not None or outside_k is not None:
-        check_outside(outside_q, outside_k, q, k, spec)
-    if spec.order is not None:
-        check_series(spec, compute_dtype(q.dtype))
-    check_decay(log_decay, spec, k, causal)
-    if state is not None:
-        check_state(state, spec, k, v, outside_k)
-    if state is not None or return_state:
-        check_per_key(mask)
-    packed = None
-    if padding and mask is not None and spec.window is not None:
-        check_per_key(mask, "padding=True")
-        packed = Packed(mask, q, k)
-        mask = packed.mask
-        q, outside_q, output_gate = packed.of_queries(q, outside_q, output_gate)
-        k, v, input_gate = packed.of_keys(k, v, input_gate)
-        outside_k, log_decay = packed.of_keys(outside_k, log_decay)
-    if queries == 1 and form == "auto" and mask is None and q.device.type == "cpu":
-        if state is None and not return_state:
-            alone = decoding.over_keys(q, k, v, spec)
-            if alone is not None:
-                return alone
-        elif state is not None and return_state and keys == 1 and output_gate is None:
-            after = decoding.after_state(q, k, v, spec, state, log_decay)
-            if after is not None:
-                return after
-            if decoding.in_compiled_graph(q, k, v, spec, state, log_decay):
-                tokens, weights = state.tokens, decoding.Weights.of(spec, q.shape[3])
-                tokens = tokens if isinstance(tokens, Tensor) else torch.full((), tokens)
-                tensors = state.tensors
-                out, *new = _token(q, k, v, [*tensors.values()], log_decay, tokens, *weights)
-                found = dict(zip(tensors, new, strict=True))
-                return out, State.from_tensors(spec, state.tokens + 1, found)
+    call = Call(
+        q,
+        k,
+        v,
+        spec if isinstance(spec, AttentionSpec) else resolve(spec),
+        causal,
+        mask,
+        log_decay,
+        coefficients,
+        state,
+        return_state,
+        padding,
+        input_gate,
+        output_gate,
+        length_power,
+        sink,
+        outside_scale,
+        outside_q,
+        outside_k,
+        norm_weight,
+        norm_bias,
+    )
+    plan = planned(call, form)
+    if log_decay is not None:
+        check_not_growing(log_decay)
+    if plan.path in _SHORT:
+        found = _SHORT[plan.path](call)
+        if found is not None:
+            return found
+    return _in_steps(call, plan)
 
-    input_dtype, dtype, inputs = q.dtype, compute_dtype(q.dtype), (q, k, v)
-    with no_autocast(q.device.type):
-        if input_gate is not None:
-            if mask is not None:
-                v, input_gate = without_hidden(mask, v, input_gate)
-            v = v * input_gate.unsqueeze(-1).to(v.dtype)
-        terms: dict[str, Any] = {
-            "mask": mask,
-            "log_decay": per_key_decay(log_decay, k, mask),
-            "coefficients": coefficients,
-            "state": state,
-            "keep_state": return_state,
-        }
+
+def _in_steps(call: Call, plan: Plan) -> Tensor | tuple[Tensor, State]:
+    """The sums by the plan, and what turns them into outputs."""
+    spec, packed = call.spec, None
+    if call.mask is not None:
+        call.mask = call.mask[(None,) * (4 - call.mask.ndim)]
+        if call.padding and spec.window is not None:
+            packed = Packed(call.mask, call.q, call.k)
+            call.mask = packed.mask
+            queries = packed.of_queries(call.q, call.outside_q, call.output_gate)
+            call.q, call.outside_q, call.output_gate = queries
+            keys = packed.of_keys(call.k, call.v, call.input_gate, call.outside_k, call.log_decay)
+            call.k, call.v, call.input_gate, call.outside_k, call.log_decay = keys
+    inputs = call.q, call.k, call.v
+    with no_autocast(call.q.device.type):
+        if call.input_gate is not None:
+            if call.mask is not None:
+                call.v, call.input_gate = without_hidden(call.mask, call.v, call.input_gate)
+            call.v = call.v * call.input_gate.unsqueeze(-1).to(call.v.dtype)
+        if call.log_decay is not None:
+            call.log_decay = per_key_decay(call.log_decay, call.k, call.mask)
         kept: tuple[KeptKeys | None, KeptKeys | None] = (None, None)
-        if spec.outside == "series":
-            compute = functools.partial(_sums_of_part, form)
-            terms |= {
-                "outside_scale": outside_scale,
-                "outside_q": outside_q,
-                "outside_k": outside_k,
-                "packed": packed is not None,
-            }
-            sums, kept = window_and_series(compute, q, k, v, spec, **terms)
+        if plan.path == "parts":
+            compute = functools.partial(_sums_of_part, plan.form)
+            sums, kept = window_and_series(compute, call, packed is not None)
         else:
-            sums = _sums(form, spec, q, k, v, causal=causal, **terms)
-        out, log_scale, largest = sums.numerator.to(dtype), sums.log_scale, None
-        if sums.magnitudes is not None or (spec.row_sum is not None and guarded(sums, spec)):
-            largest = largest_values(v, mask, state)
-        if spec.row_sum is not None:
-            if sums.weight_sum is not None:  # else the form has already divided by it
-                total, log_scale = row_sum(sums, spec, largest, sink)
-                out = out / total.unsqueeze(-1)
-        elif spec.denominator != "none":
-            window = spec.hiding_window, spec.global_keys
-            length = visible_count(queries, keys, causal, mask, q.device, *window)
-            if state is not None:
-                length = length + state.visible[:, None, None]
-            length = length.clamp(min=1).to(dtype)
-            if length_power is not None:
-                length = length ** length_power.to(dtype).unsqueeze(-1)
-            out = out / length.unsqueeze(-1)
-        if output_gate is not None:
-            output_gate = output_gate.to(dtype)
-            output_gate = output_gate if output_gate.ndim == 4 else output_gate.unsqueeze(-1)
-            if spec.output_gate == "before_norm":
-                out = out * output_gate
-        out = normalized(out, log_scale, spec.norm, norm_weight, norm_bias)
-        if output_gate is not None and spec.output_gate == "after_norm":
-            out = out * output_gate
+            sums = _sums(call, plan)
+        out, largest = outputs(sums, call)
         if not spec.bounded:
-            check_output(out, input_dtype, inputs, mask)
-        out = out.to(input_dtype)
+            check_output(out, inputs[0].dtype, inputs, call.mask)
+        out = out.to(inputs[0].dtype)
         if packed is not None:
             out = packed.restored(out)
-        if not return_state:
+        if not call.return_state:
             return out
         assert sums.state is not None
         added = sums.state, sums.magnitudes, largest
-        return out, next_state(spec, state, *added, *kept, mask, keys)
+        return out, next_state(spec, call.state, *added, *kept, call.mask, call.k.shape[2])
 
 
 @library.custom_op(
@@ -305,10 +248,12 @@ def _token(
 
     ``state`` are the state's tensors, in their order.
     """
-    spec = decoding.Weights(*weights).spec
+    spec = Weights(*weights).spec
     names = "sums", "visible", "magnitudes", "largest"
     before = State.from_tensors(spec, tokens, dict(zip(names, state, strict=False)))
-    out, after = attention(q, k, v, spec, log_decay=log_decay, state=before, return_state=True)
+    call = Call(q, k, v, spec, log_decay=log_decay, state=before, return_state=True)
+    found: Any = after_state(call) or _in_steps(call, planned(call))
+    out, after = found
     # As the operator without data says.
     return [x.contiguous() for x in (out, *after.tensors.values())]
 
@@ -318,59 +263,59 @@ def _empty_token(q: Tensor, k: Tensor, v: Tensor, state: list[Tensor], *_: Any) 
     return [q.new_empty(*q.shape[:3], v.shape[3]), *(x.new_empty(x.shape) for x in state)]
 
 
-def _sums(
-    form: str,
-    spec: AttentionSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    mask: Tensor | None,
-    state: State | None = None,
-    keep_state: bool = False,
-    **weighting: Tensor | None,
-) -> RowSums:
-    """The sums of a spec, by the chosen form, of queries and keys before the feature map.
+def _token_in_graph(call: Call) -> tuple[Tensor, State]:
+    """A token after a state in a compiled graph: compiled operations are slower than one call."""
+    assert call.state is not None
+    tokens, tensors = call.state.tokens, call.state.tensors
+    count = tokens if isinstance(tokens, Tensor) else torch.full((), tokens)
+    weights = Weights.of(call.spec, call.q.shape[3])
+    given = call.q, call.k, call.v, [*tensors.values()], call.log_decay, count
+    out, *new = _token(*given, *weights)
+    found = dict(zip(tensors, new, strict=True))
+    return out, State.from_tensors(call.spec, tokens + 1, found)
 
-    ``weighting`` are the form's ``log_decay`` and ``coefficients``.
-    """
-    stateful = state is not None or keep_state
+
+_SHORT: dict[str, Callable[[Call], Any]] = {
+    "kernel": softmax,
+    "token": after_state,
+    "operator": _token_in_graph,
+}
+
+
+def _sums(call: Call, plan: Plan) -> RowSums:
+    """The sums of a call, by its plan."""
+    spec, k, v, mask = call.spec, call.k, call.v, call.mask
     # Beside a single query the copy of all keys takes most of the time: only if it is needed.
-    later = (
-        mask is not None
-        and spec.order is None
-        and q.shape[2] == 1
-        and not (no_data(q) or any(map(differentiated, (q, k, v))))
-    )
+    later = mask is not None and plan.copies_later
     if mask is not None and not later:
         k, v = without_hidden(mask, k, v)
-    inputs = q, k, v
-    given: dict[str, Any] = {"causal": causal, "mask": mask}
-    decay = weighting.get("log_decay")
-    others = weighting.get("coefficients"), None if state is None else state.sums
-    chosen = choose(form, spec, q, k, v, **given, log_decay=decay, others=others, stateful=stateful)
+    q, inputs = call.q, (call.q, k, v)
     log_scale = None
-    if spec.scale_free and not (chosen.maps and q.dtype == torch.float16):
-        q, log_scale = scaled_for_powers(q, k, spec, causal, mask, decay, stateful)
-    if not chosen.maps:
+    if spec.scale_free and not (plan.maps and q.dtype == torch.float16):
+        given = spec, call.causal, mask, call.log_decay, call.stateful
+        q, log_scale = scaled_for_powers(q, k, *given)
+    if not plan.maps and spec.feature_map != "identity":
         q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
-    options: dict[str, Any] = {name: x for name, x in weighting.items() if x is not None}
-    if chosen.stateful:
-        options["keep_state"] = keep_state
-        if state is not None:
-            options |= {"state": state.sums, "magnitudes": state.magnitudes}
-            options["tokens"] = state.tokens
-    sums = chosen.compute(q, k, v, spec, **given, **options)
+    options: dict[str, Any] = {"causal": call.causal, "mask": mask, **plan.options}
+    if call.log_decay is not None:
+        options["log_decay"] = call.log_decay
+    if call.coefficients is not None:
+        options["coefficients"] = call.coefficients
+    if plan.stateful:
+        options["keep_state"] = call.return_state
+        if call.state is not None:
+            options |= {"state": call.state.sums, "magnitudes": call.state.magnitudes}
+            options["tokens"] = call.state.tokens
+    sums = plan.compute(q, k, v, spec, **options)
     if later and mask is not None and not all_finite(sums.numerator):
-        sums = chosen.compute(q, *without_hidden(mask, k, v), spec, **given, **options)
+        sums = plan.compute(q, *without_hidden(mask, k, v), spec, **options)
     if spec.order is not None:
-        check_sums(sums, spec, state, inputs, k, decay)
+        check_sums(sums, spec, call.state, inputs, k, call.log_decay)
     return sums if log_scale is None else sums._replace(log_scale=log_scale)
 
 
-def _sums_of_part(form: str, spec: AttentionSpec, q: Tensor, *args: Any, **options: Any) -> RowSums:
+def _sums_of_part(form: str, part: Call) -> RowSums:
     """The sums of a window or of a series; a window takes another form if it has no such form."""
-    if form in FORMS and spec.window is not None and form not in forms(spec, q.device):
-        form = "auto"
-    return _sums(form, spec, q, *args, **options)
+    if form in FORMS and part.spec.window is not None:
+        form = form if form in forms(part.spec, part.q.device) else "auto"
+    return _sums(part, planned(part, form, part=True))

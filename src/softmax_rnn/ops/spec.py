@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from operator import index
+from typing import Any, Generic, Literal, Self, TypeVar, get_args, overload
 
 import numpy as np
+import torch
 
 from softmax_rnn._utils.errors import require_choice, unknown
 
@@ -45,6 +46,29 @@ _CHOICES = {
     "decay": get_args(Decay),
     "outside": get_args(Outside),
 }
+
+
+Value = TypeVar("Value")
+
+
+class fact(Generic[Value]):  # noqa: N801 - a decorator, as property is
+    """A property that is computed once, when its spec is made.
+
+    Every call asks a spec several times. ``functools.cached_property`` would do, but torch.compile
+    cannot trace it. While tracing nothing is kept: a graph must not depend on earlier questions.
+    """
+
+    def __init__(self, function: Callable[[Any], Value]) -> None:
+        self.function, self.__doc__ = function, function.__doc__
+
+    @overload
+    def __get__(self, spec: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, spec: object, owner: type) -> Value: ...
+
+    def __get__(self, spec: object | None, owner: type) -> Self | Value:
+        return self if spec is None else self.function(spec)
 
 
 @dataclass(frozen=True)
@@ -162,6 +186,20 @@ class AttentionSpec:
                 )
         if not isinstance(self.input_gate, bool):
             raise ValueError(f"input_gate must be True or False, not {self.input_gate!r}.")
+        self._keep_facts()
+
+    def _keep_facts(self) -> None:
+        if not torch.compiler.is_compiling():
+            facts = (name for name, value in vars(type(self)).items() if isinstance(value, fact))
+            self.__dict__.update({name: getattr(self, name) for name in facts})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: a later version may have other facts."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        self.__dict__.update(fields)
+        self._keep_facts()
 
     def _check_coefficients(self) -> None:
         given: Any = self.coefficients
@@ -225,12 +263,13 @@ class AttentionSpec:
         elif self.order > MAX_ORDER:
             raise ValueError(f"order must be at most {MAX_ORDER}, not {self.order!r}.")
 
-    @functools.cached_property  # asked of every decoded token; not in a compiled graph
+    @fact
     def is_softmax(self) -> bool:
         """Whether it is softmax alone, with any positive scale."""
-        return self == AttentionSpec(scale=self.scale) and self.score_scale(1) > 0
+        others = (getattr(self, name) == x for name, x in _DEFAULTS.items() if name != "scale")
+        return all(others) and self.score_scale(1) > 0
 
-    @property
+    @fact
     def row_sum(self) -> RowSum | None:
         """How the denominator uses the row sum; ``None`` if it does not use it."""
         rule = _ROW_SUMS.get(self.denominator)
@@ -238,7 +277,7 @@ class AttentionSpec:
             return rule
         return dataclasses.replace(rule, offset=self.epsilon, floor=self.floor)
 
-    @property
+    @fact
     def has_state(self) -> bool:
         """Whether keys and values can be summed into a state of fixed size (section 3.1).
 
@@ -246,31 +285,41 @@ class AttentionSpec:
         a clamped score is not an inner product, and its powers are not sums of monomials. Keys
         that a window hides cannot be taken out of a sum.
         """
-        return self.series != "exp" and self.clamp is None and self.hiding_window is None
+        return self.powers is not None
 
-    @property
+    @fact
+    def powers(self) -> tuple[int, int] | None:
+        """The lowest and the highest power that a state holds; ``None`` for a spec without one."""
+        if self.series == "exp" or self.clamp is not None or self.hiding_window is not None:
+            return None
+        order = index(
+            self.order or 0
+        )  # torch.compile may take that of a second spec for a variable
+        return (order if self.series == "power" else 0), order
+
+    @fact
     def hiding_window(self) -> int | None:
         """The window outside which keys are hidden; ``None`` if every earlier key is visible."""
         return self.window if self.outside == "hidden" else None
 
-    @property
+    @fact
     def causal_only(self) -> bool:
         """Whether it has a decay or a window, which depend on the positions of queries."""
         return self.decay != "none" or self.window is not None
 
-    @property
+    @fact
     def learned_coefficients(self) -> bool:
         """Whether each head has its own coefficients, an argument of the operation."""
         return self.series == "polynomial" and self.coefficients is None
 
-    @property
+    @fact
     def needs_tensors(self) -> bool:
         """Whether the operation needs more than queries, keys, values and a decay."""
         gated = self.input_gate or self.output_gate != "none"
         learned = self.denominator in ("learned_length", "sum_plus_sink")
         return gated or learned or self.learned_coefficients
 
-    @property
+    @fact
     def sign_definite(self) -> bool:
         """Whether every weight is >= 0, so that the row sum cannot cross zero."""
         if self.series == "polynomial":
@@ -280,7 +329,7 @@ class AttentionSpec:
         nonnegative_map = self.feature_map in ("elu1", "relu")
         return nonnegative_map and self.score_scale(1) > 0 and (self.clamp or 0) >= 0
 
-    @property
+    @fact
     def up_to_row_scale(self) -> bool:
         """Whether the output is the same for any positive multiple of a row's numerator.
 
@@ -291,37 +340,37 @@ class AttentionSpec:
             return True
         return self.row_sum == RowSum()
 
-    @property
+    @fact
     def is_quotient(self) -> bool:
         """Whether numerator and denominator scale together, so that small weights matter."""
         rule = self.row_sum
         return self.norm == "l2" or (rule is not None and rule.plain)
 
-    @property
+    @fact
     def shifted(self) -> bool:
         """Whether ``exp(score)`` may overflow, so that scores are taken relative to the largest."""
         unsafe = self.clamp is None or self.clamp > _SAFE_SCORE or self.is_quotient
         return self.series == "exp" and unsafe
 
-    @property
+    @fact
     def scale_free(self) -> bool:
         """Whether the output is the same for any factor of a row's scores: a single power."""
         alone = self.clamp is None and self.outside == "hidden"
         one_power = self.series == "power" and (self.order or 0) > 1 and alone
         return one_power and self.feature_map in ("identity", "relu") and self.is_quotient
 
-    @property
+    @fact
     def terms_can_cancel(self) -> bool:
         """Whether the terms of a weight (products of monomials) can have both signs."""
         signed = self.learned_coefficients or min(self.coefficients or (0.0,)) < 0
         return signed or self.feature_map in ("identity", "cosine") or self.score_scale(1) < 0
 
-    @property
+    @fact
     def sums_can_cancel(self) -> bool:
         """Whether a row sum that is read from a state may be a small difference of large terms."""
         return self.row_sum is not None and (self.terms_can_cancel or not self.sign_definite)
 
-    @property
+    @fact
     def bounded(self) -> bool:
         """Whether the outputs are bounded: by the values, or by a norm and its weight."""
         return self.norm != "none" or (self.row_sum is not None and self.sign_definite)
@@ -335,9 +384,8 @@ class AttentionSpec:
 
     def __repr__(self) -> str:
         """The fields that are not the default."""
-        default = _default()
         fields = [(x.name, getattr(self, x.name)) for x in dataclasses.fields(self)]
-        given = [f"{name}={value!r}" for name, value in fields if value != getattr(default, name)]
+        given = [f"{name}={value!r}" for name, value in fields if value != _DEFAULTS[name]]
         return f"AttentionSpec({', '.join(given)})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -359,9 +407,7 @@ class AttentionSpec:
         return cls(**data)
 
 
-@functools.cache
-def _default() -> AttentionSpec:
-    return AttentionSpec()
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(AttentionSpec)}
 
 
 def _nonnegative(coefficients: tuple[float, ...]) -> bool:

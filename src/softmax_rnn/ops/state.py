@@ -253,18 +253,22 @@ def next_state(
     return State(spec, sums, visible, tokens, magnitudes, largest, recent, first)
 
 
-def fits(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the states of the chunked form and its working memory fit the free memory."""
-    needed = _bytes_needed(spec, q, k, v)
-    return needed < _SMALL or needed <= _free_bytes(k.device)
+def is_small(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether states and working memory of the chunked form are too small to ask for memory."""
+    return _bytes_needed(spec, q, k, v) < _SMALL
+
+
+def has_memory(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether there is free memory for the states of the chunked form and its working memory."""
+    return is_small(spec, q, k, v) or _bytes_needed(spec, q, k, v) <= _free_bytes(k.device)
 
 
 def require_memory(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ``MemoryError`` unless :func:`fits`; the message names the largest order that fits."""
-    if fits(spec, q, k, v):
+    """Raise ``MemoryError`` unless :func:`has_memory`; the message names the largest order."""
+    if has_memory(spec, q, k, v):
         return
     order = degrees(spec)[1]
-    lower = (n for n in range(order - 1, -1, -1) if fits(replace(spec, order=n), q, k, v))
+    lower = (n for n in range(order - 1, -1, -1) if has_memory(replace(spec, order=n), q, k, v))
     largest = next(lower, None)
     advice = "no order fits" if largest is None else f"the largest order that fits is {largest}"
     heads, size = k.shape[0] * k.shape[1], compute_dtype(k.dtype).itemsize

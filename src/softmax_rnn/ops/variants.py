@@ -10,6 +10,8 @@ from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+import torch
+
 from softmax_rnn._utils.errors import differences, unknown
 from softmax_rnn.ops.compiler import constant_when_compiled
 from softmax_rnn.ops.layer_options import LayerOptions
@@ -190,6 +192,11 @@ def resolve(spec: Spec | str) -> Spec:
         ValueError: for an unknown name, and for one whose layer has parts that the operation has
             not: of plain queries and keys its spec alone would be another attention.
     """
+    if isinstance(spec, Spec):
+        return spec
+    kept = isinstance(spec, str) and not torch.compiler.is_compiling()
+    if kept and spec in _OPERATIONS:
+        return _OPERATIONS[spec]
     found = resolve_layer(spec)
     if beside := found.options.beside_operation:
         parts = ", ".join(f"{name}={x!r}" for name, x in beside.items())
@@ -198,7 +205,13 @@ def resolve(spec: Spec | str) -> Spec:
             f"softmax_rnn.Attention(hidden_size, num_heads, {spec!r}). If that is computed "
             f"elsewhere, give the operation the spec, softmax_rnn.variant({spec!r})."
         )
+    if kept and _with_number(spec) == spec:  # others are told each time what to write
+        _OPERATIONS[spec] = found.spec
     return found.spec
+
+
+# The names that calls have used: finding what one means takes as long as a small call.
+_OPERATIONS: dict[str, Spec] = {}
 
 
 def resolve_layer(

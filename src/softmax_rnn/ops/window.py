@@ -17,41 +17,29 @@ from torch import Tensor
 
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, first_positions, first_visible
+from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.padding import hidden_first, taken
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.state import KeptKeys, State, require_memory_to_keep
+from softmax_rnn.ops.state import KeptKeys, require_memory_to_keep
 
 
 def window_and_series(
-    compute: Callable[..., RowSums],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    *,
-    mask: Tensor | None,
-    log_decay: Tensor | None = None,
-    coefficients: Tensor | None = None,
-    outside_scale: Tensor | None = None,
-    outside_q: Tensor | None = None,
-    outside_k: Tensor | None = None,
-    state: State | None = None,
-    keep_state: bool = False,
-    packed: bool = False,
+    compute: Callable[[Call], RowSums], call: Call, packed: bool = False
 ) -> tuple[RowSums, tuple[KeptKeys | None, KeptKeys | None]]:
     """The sums over both parts; the recent and first keys of the next state, if it is kept.
 
-    ``compute(spec, q, k, v, ...)`` computes the sums of one part. ``packed`` tokens are in an order
-    in which hidden ones come first, those of a state included, so that they count in no window.
+    ``compute`` computes the sums of one part. ``packed`` tokens are in an order in which hidden
+    ones come first, those of a state included, so that they count in no window.
     """
+    spec, state, v = call.spec, call.state, call.v
     assert spec.window is not None
     phi = FEATURE_MAPS[spec.feature_map]
-    far_q = phi(q if outside_q is None else outside_q)
-    far_k = None if outside_k is None else phi(outside_k)
-    q, k = phi(q), phi(k)
+    far_q = phi(call.q if call.outside_q is None else call.outside_q)
+    far_k = None if call.outside_k is None else phi(call.outside_k)
+    q, k = phi(call.q), phi(call.k)
     if q.dtype != v.dtype:  # features of half types are wider
         v = v.to(q.dtype)
-    near = _Keys(k, v, mask, log_decay, far_k)
+    near = _Keys(k, v, call.mask, call.log_decay, far_k)
     if state is not None:
         assert state.recent is not None
         near = near.after(state.recent)
@@ -68,7 +56,7 @@ def window_and_series(
         if spec.decay == "channel":
             far_q, faded = far_q * faded, None
     recent = None
-    if keep_state:
+    if call.return_state:
         require_memory_to_keep(spec, [near.k, near.v, near.log_decay, near.outside_k])
         recent = near.last(spec.window)
     far, first = near, None
@@ -79,24 +67,29 @@ def window_and_series(
         among = first_visible(near.mask, near.k.shape[2], spec.global_keys, k.device)
         if state is not None and not k.shape[2]:  # no key has left the window
             first = state.first
-        elif keep_state:
+        elif call.return_state:
             first = near.first(spec.global_keys, among, spec.window)
         far = far.without(among[:, near.k.shape[2] - far.k.shape[2] :])
     far = far.shifted(spec.window) if state is None else far.part(slice(k.shape[2]))
-    window_sums = compute(inside, q, near.k, near.v, mask=near.mask, log_decay=near.log_decay)
+    window_sums = compute(Call(q, near.k, near.v, inside, mask=near.mask, log_decay=near.log_decay))
     series_sums = compute(
-        *(outside, far_q, far.k if far.outside_k is None else far.outside_k, far.v),
-        mask=far.mask,
-        log_decay=far.log_decay,
-        coefficients=coefficients,
-        state=state,
-        keep_state=keep_state,
+        Call(
+            far_q,
+            far.k if far.outside_k is None else far.outside_k,
+            far.v,
+            outside,
+            mask=far.mask,
+            log_decay=far.log_decay,
+            coefficients=call.coefficients,
+            state=state,
+            return_state=call.return_state,
+        )
     )
     if not spec.sums_can_cancel:  # as its feature map says, which these keys have had already
         series_sums = series_sums._replace(noise=None, magnitudes=None)
     factor, alone = faded, None
-    if outside_scale is not None:
-        scale = outside_scale.to(compute_dtype(q.dtype)).unsqueeze(-1)
+    if call.outside_scale is not None:
+        scale = call.outside_scale.to(compute_dtype(q.dtype)).unsqueeze(-1)
         alone = scale.isinf()
         scale = scale.masked_fill(alone, 1.0)
         factor = scale if factor is None else scale * factor

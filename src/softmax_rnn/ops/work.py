@@ -94,7 +94,8 @@ def heads_per_step(spec: AttentionSpec, d_k: int, chunk: int, group: int, device
 
     Each has ``group`` query heads.
     """
-    rows = cumulative_dimension(d_k, degrees(spec)[1])
+    assert spec.powers is not None
+    rows = cumulative_dimension(d_k, spec.powers[1])
     return max(1, FEATURES.get(device, FEATURES["cuda"]) // (rows * chunk * (group + 1)))
 
 

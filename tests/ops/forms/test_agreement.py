@@ -21,7 +21,7 @@ from cases import (
     make_case,
     with_directions,
 )
-from softmax_rnn.ops.dispatch import FORMS
+from softmax_rnn.ops.plan import FORMS
 from softmax_rnn.ops.spec import AttentionSpec
 from strategies import layouts, specs, widths
 

@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import softmax_rnn as sr
 from cases import Shape, assert_close, make_case
-from softmax_rnn.ops import dispatch
+from softmax_rnn.ops import plan
 from softmax_rnn.ops.forms import fused
 from softmax_rnn.ops.forms.dense import dense
+from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.spec import AttentionSpec
 
 aten = torch.ops.aten
@@ -130,18 +131,16 @@ def test_what_the_kernels_of_a_gpu_refuse(
     dtype: torch.dtype, width: int, masked: bool, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Auto says once that it takes another form; who asks for this one is told why not."""
-    monkeypatch.setattr(fused, "_has_flash", lambda device: True)
+    monkeypatch.setattr(fused, "has_flash", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    dispatch._warn_once.cache_clear()
+    plan._warn_once.cache_clear()
     detached = AttentionSpec(denominator="detached_sum")
 
     def chosen(spec: AttentionSpec, form: str) -> str:
         with FakeTensorMode():
             x = torch.empty(1, 2, 8, width, device="cuda", dtype=dtype)
             mask = torch.ones(1, 1, 1, 8, dtype=torch.bool, device="cuda") if masked else None
-        options = {"causal": True, "mask": mask, "stateful": False}
-        way = dispatch.choose(form, spec, x, x, x, **options)
-        return next(key for key, value in dispatch.FORMS.items() if value is way)
+        return plan.planned(Call(x, x, x, spec, mask=mask), form, part=True).form
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -15,9 +15,8 @@ from torch import Tensor, library
 
 import softmax_rnn as sr
 from cancellation import CANCELLING, exact
-from softmax_rnn.ops import decoding
-from softmax_rnn.ops.denominators import SUM_GUARD
-from softmax_rnn.ops.forms import chunked as module
+from softmax_rnn.ops import operation, plan
+from softmax_rnn.ops.finish import SUM_GUARD
 from softmax_rnn.ops.forms import magnitudes, native_library
 from softmax_rnn.ops.forms.chunked import chunked
 from softmax_rnn.ops.forms.columns import Columns
@@ -35,12 +34,14 @@ ENGINES = ("torch", "native", "recurrent", "tokens", "calls")
 def computed_by(engine: str) -> Iterator[None]:
     """In chunks of 16 tokens."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(module, "chunk_length", return_value=16))
+        plan.forget()
+        stack.callback(plan.forget)
+        stack.enter_context(mock.patch.object(plan, "chunk_length", return_value=16))
         if engine in ("torch", "triton"):
-            stack.enter_context(mock.patch.object(module, "_loops", return_value=engine))
+            stack.enter_context(mock.patch.object(plan, "loops", return_value=engine))
         stack.enter_context(mock.patch.object(native_library, "LEAST_TOKENS", 1))
         if engine != "calls":
-            stack.enter_context(mock.patch.object(decoding, "after_state", return_value=None))
+            stack.enter_context(mock.patch.object(operation, "_SHORT", {}))
         yield
 
 

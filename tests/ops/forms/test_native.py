@@ -11,11 +11,12 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from cases import WIDENED, Shape, assert_close, make_case
-from softmax_rnn.ops import dispatch
 from softmax_rnn.ops.forms import native_library
+from softmax_rnn.ops.inputs import Call
+from softmax_rnn.ops.plan import planned
 
 needs_library = pytest.mark.skipif(
-    not native_library.possible(), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
+    bool(native_library.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
 )
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5}
 SPECS = {
@@ -35,8 +36,7 @@ def chosen(
     x: Tensor, spec: sr.AttentionSpec, form: str = "auto", mask: Tensor | None = None
 ) -> str:
     """The form that computes a spec of queries, keys and values ``x``."""
-    way = dispatch.choose(form, spec, x, x, x, causal=True, mask=mask, stateful=False)
-    return next(name for name, form in dispatch.FORMS.items() if form is way)
+    return planned(Call(x, x, x, spec, mask=mask), form, part=True).form
 
 
 def long(length: int = native_library.LEAST_TOKENS) -> Tensor:

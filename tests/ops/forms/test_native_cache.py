@@ -21,7 +21,7 @@ from softmax_rnn._utils.trusted import locked, objection
 from softmax_rnn.ops.forms import native_library
 
 pytestmark = pytest.mark.skipif(
-    not native_library.possible(), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
+    bool(native_library.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
 )
 KEY = "key"
 Forget = Callable[[], None]

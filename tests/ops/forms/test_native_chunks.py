@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 import softmax_rnn as sr
-from softmax_rnn.ops.forms import native_chunks, native_library
+from softmax_rnn.ops import plan
+from softmax_rnn.ops.forms import native_library
 from softmax_rnn.ops.forms.chunked import chunked
+from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.monomials import state_rows
 
 pytestmark = pytest.mark.skipif(
-    not native_library.possible(), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
+    bool(native_library.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
 )
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4}
 SPECS = {
@@ -73,8 +75,10 @@ def test_both_loops_agree(name: str, dtype: torch.dtype) -> None:
         if pick.random() < 0.5:
             inputs["state"] = normal(batch, heads, channels, state_rows(spec, width))
         options = {"causal": causal, "keep_state": pick.random() < 0.5, "chunk": chunk}
-        assert native_chunks.suits(spec, inputs["q"], inputs["k"])
-        found = results(inputs, spec, dtype, **options)
+        of_call = plan.signature(Call(inputs["q"], inputs["k"], inputs["v"], spec, causal))
+        single = of_call.causal and keys == 1
+        assert plan.loops(of_call, chunk) == ("torch" if single else "native")
+        found = results(inputs, spec, dtype, **options, engine="native")
         expected = results(inputs, spec, dtype, **options, engine="torch")
         for a, b in zip(found, expected, strict=True):
             error = (a - b).double().norm() / b.double().norm().clamp(min=1.0)

@@ -19,7 +19,7 @@ import softmax_rnn as sr
 from softmax_rnn.ops.forms import native_library
 
 needs_library = pytest.mark.skipif(
-    not native_library.possible(), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
+    bool(native_library.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
 )
 Forget = Callable[[], None]
 

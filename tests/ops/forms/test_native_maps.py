@@ -11,7 +11,7 @@ from softmax_rnn.ops.feature_maps import FEATURE_MAPS, elu1, elu1_gradient
 from softmax_rnn.ops.forms import native_library, native_maps
 
 pytestmark = pytest.mark.skipif(
-    not native_library.possible(), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
+    bool(native_library.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
 )
 
 
@@ -39,7 +39,7 @@ def test_values_and_gradients(
         x = torch.cat([x, x], -1)[..., : shape[-1]]
     elif layout == "expanded":
         x = x[:, :1].expand(shape)
-    assert native_maps.suits(x) == (layout != "strided" or shape[-1] == 1)
+    assert native_maps.takes(x) == (layout != "strided" or shape[-1] == 1)
     expected = torch.where(x > 0, x.double() + 1, x.double().exp())
     tolerance = 1e-14 if dtype == torch.float64 else 4e-7
     mapped = elu1(x)
@@ -56,7 +56,7 @@ def test_values_and_gradients(
 def test_nan_stays_nan() -> None:
     x = numbers(torch.float32, 1, 1, 300, 3)
     x[0, 0, 7, 1] = torch.nan
-    assert native_maps.suits(x)
+    assert native_maps.takes(x)
     assert elu1(x).isnan().nonzero().tolist() == [[0, 0, 7, 1]]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from cases import WIDENED, Shape, make_case
-from softmax_rnn.ops import decoding
+from softmax_rnn.ops import operation
 from softmax_rnn.ops.forms import chunked as module
 
 SPECS = {
@@ -36,8 +36,7 @@ def test_every_token_of_every_finite_series(
         return original(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "one_token", counted)
-    for shortcut in ("over_keys", "after_state"):  # which have tests of their own
-        monkeypatch.setattr(decoding, shortcut, lambda *_: None)
+    monkeypatch.setattr(operation, "_SHORT", {})  # which have tests of their own
     case = make_case(spec, shape=Shape(2, 4, 2, LENGTH, LENGTH, 5, 6), mask=mask, decay=0.3)
     expected = sr.attention(spec=spec, mask=case.mask, form="dense", **case.tensors)
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 2e-4)):

@@ -14,12 +14,14 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from cases import Shape, assert_close, make_case
+from softmax_rnn.ops import plan
 from softmax_rnn.ops.decay import per_key_decay
 from softmax_rnn.ops.forms import triton_chunks
 from softmax_rnn.ops.forms.chunked import chunked
 from softmax_rnn.ops.forms.dense import dense
 from softmax_rnn.ops.forms.row_sums import RowSums
 from softmax_rnn.ops.forms.triton_layout import layout
+from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.monomials import state_rows
 from softmax_rnn.ops.spec import AttentionSpec
 
@@ -106,7 +108,8 @@ def check(
     expected = rows(tensors, spec, torch.float64, reference, **options, **theirs)
     if case.mask is not None:
         options["mask"] = case.mask.to(device)
-    assert triton_chunks.suits(spec, there["q"].to(dtype), there["k"], there["v"], chunk)
+    call = Call(*(there[name].to(dtype) for name in "qkv"), spec)
+    assert not plan.triton_chunks_refuse(plan.signature(call), chunk)
     found = rows(there, spec, dtype, chunked, **options, **mine)
     assert_close(found, expected, TOLERANCE[dtype], f"{name} {dtype}")
 
@@ -167,7 +170,7 @@ def test_a_weight_sum_of_half_precision_is_not_rounded(device: str) -> None:
     q, k, v = (torch.randn(1, 1, 70, 16, generator=draw).bfloat16().to(device) for _ in range(3))
     spec = AttentionSpec(series="power", order=1, scale=0.3)
     options = {"causal": False, "mask": None}
-    found = chunked(q, k, v, spec, **options, engine="triton")
+    found = chunked(q, k, v, spec, **options, chunk=64, engine="triton")
     expected = dense(*(x.double().cpu() for x in (q, k, v)), spec, **options)
     assert found.weight_sum is not None
     assert found.noise is not None
@@ -190,7 +193,7 @@ def test_states_change_their_order_and_back(spec: AttentionSpec) -> None:
 def test_what_stays_with_other_loops(device: str) -> None:
     def suits(spec: AttentionSpec, width: int = 16, values: int = 16, chunk: int = 64) -> bool:
         q, v = (torch.zeros(1, 1, 70, size, device=device) for size in (width, values))
-        return triton_chunks.suits(spec, q, q, v, chunk)
+        return not plan.triton_chunks_refuse(plan.signature(Call(q, q, v, spec)), chunk)
 
     assert suits(TAYLOR)
     assert suits(TAYLOR, 128, 128)

@@ -27,9 +27,9 @@ from softmax_rnn.ops.forms.magnitudes import growth, read_noise
 from softmax_rnn.ops.forms.one_token import one_token
 from softmax_rnn.ops.forms.row_sums import RowSums, no_data, without_autocast
 from softmax_rnn.ops.forms.torch_chunks import by_heads
-from softmax_rnn.ops.monomials import degrees, state_rows
+from softmax_rnn.ops.monomials import state_rows
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.work import FEATURES, chunk_length, sizes_of
+from softmax_rnn.ops.work import FEATURES
 
 
 def chunked(
@@ -46,8 +46,8 @@ def chunked(
     magnitudes: Tensor | None = None,
     tokens: int | Tensor = 0,
     keep_state: bool = False,
-    chunk: int | None = None,
-    engine: Loops | None = None,
+    chunk: int,
+    engine: Loops,
 ) -> RowSums:
     """As :func:`softmax_rnn.ops.forms.dense.dense`, with the earlier keys summed in ``state``.
 
@@ -55,28 +55,26 @@ def chunked(
     [B, Hkv, E + 1, rows], or E without a row sum; ``magnitudes`` are what was added to them,
     of ``tokens`` tokens.
     ``keep_state`` requests the state after the last key. ``chunk`` is the number of tokens per
-    chunk, by default the fastest; 1 is the plain recurrence. ``engine`` is what computes the
-    chunks: by default C++ or Triton where they suit.
+    chunk; 1 is the plain recurrence. ``engine`` is what computes the chunks.
     """
     single = causal and q.shape[2] == k.shape[2] == 1
-    loops = "torch" if single else _loops(spec, q, k, v, chunk, engine)
     weighting = state, keep_state, log_decay, coefficients
     scale, products = spec.score_scale(q.shape[3]), ""
     factor = scale
-    if loops == "triton":  # which takes queries that are not rounded
+    if engine == "triton":  # which takes queries that are not rounded
         factor, products = 1.0, triton_chunks.product_type(q.dtype)
-    given = to_columns(q, k, v, spec, mask, *weighting, factor, by_token=loops != "torch")
+    given = to_columns(q, k, v, spec, mask, *weighting, factor, by_token=engine != "torch")
     inputs = first_order(*given)
     differentiable = torch.is_grad_enabled() and any(
         x.requires_grad for x in inputs if x is not None
     )
-    weights = spec.series, degrees(spec)[1], spec.coefficients, spec.decay
+    assert spec.powers is not None
+    weights = spec.series, spec.powers[1], spec.coefficients, spec.decay
     at_once = single and inputs[3] is not None and not (differentiable or no_data(q))
     if at_once:
         sums, last_state = one_token(Columns(*inputs), plain_spec(*weights))
     else:
-        chunk = chunk or chunk_length(sizes_of(spec, q, k, v, causal))
-        plan = Plan(*weights, causal, chunk, keep_state, differentiable, loops, scale, products)
+        plan = Plan(*weights, causal, chunk, keep_state, differentiable, engine, scale, products)
         # The operator is used only where it is needed: its overhead is large for a single token.
         compute = _sums if differentiable or no_data(q) else _compute_sums
         sums, last_state, _ = compute(*inputs, *plan)
@@ -85,21 +83,11 @@ def chunked(
     noise = after = None
     if spec.sums_can_cancel:
         before = None if magnitudes is None else magnitudes.flatten(0, 1)
-        blocks = causal and not at_once, chunk or 1
+        blocks = causal and not at_once, chunk
         noise, after = read_noise(given, before, weights, *blocks, scale / factor)
         noise = noise * growth(tokens, q.shape[2], k.shape[2], *blocks, noise)
     kept = {"state": last_state, "magnitudes": after} if keep_state else {}
     return from_columns(sums, spec, k, noise, **kept)
-
-
-def _loops(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, chunk: int | None, engine: Loops | None
-) -> Loops:
-    """Which loops compute a call."""
-    if engine == "triton" or (engine is None and q.is_cuda):
-        return "triton" if triton_chunks.suits(spec, q, k, v, chunk) else "torch"
-    long = chunk is None or chunk >= native_chunks.SHORTEST
-    return "native" if long and engine != "torch" and native_chunks.suits(spec, q, k) else "torch"
 
 
 _INPUTS = "(Tensor q, Tensor k, Tensor v, Tensor? state, Tensor? log_decay, Tensor? learned, "

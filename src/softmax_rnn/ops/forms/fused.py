@@ -21,32 +21,8 @@ _aten = torch.ops.aten
 MAX_WIDTH = 256  # of the flash kernels of a GPU
 
 
-def supports(spec: AttentionSpec, device: str) -> bool:
-    """Exp without clamp, window or decay; beside CPU and CUDA only if a row's scale cancels.
-
-    A kernel computes every pair of query and key; ``blocked`` skips hidden and faded keys.
-    """
-    plain = spec.clamp is None and spec.window is None and spec.decay == "none"
-    return spec.series == "exp" and plain and (spec.up_to_row_scale or device in ("cpu", "cuda"))
-
-
-def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
-    """The property of these tensors that the kernels do not support; empty for none."""
-    if not q.is_cuda or spec.up_to_row_scale:  # SDPA chooses a kernel itself
-        return ""
-    width = max(q.shape[-1], v.shape[-1])
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"{q.dtype} inputs"
-    if mask is not None:
-        return "a mask"
-    if width > MAX_WIDTH:
-        return f"heads of width {width}"
-    if not _has_flash(q.device):
-        return "this spec without flash kernels (a GPU older than Ampere, or a build without them)"
-    return ""
-
-
-def _has_flash(device: torch.device) -> bool:
+def has_flash(device: torch.device) -> bool:
+    """Whether PyTorch has flash kernels for a GPU."""
     available = torch.backends.cuda.is_flash_attention_available()
     return available and torch.cuda.get_device_capability(device) >= (8, 0)
 

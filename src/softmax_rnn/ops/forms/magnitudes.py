@@ -18,6 +18,7 @@ Every form with a state takes its noise from here. The weights of single pairs h
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +31,6 @@ from softmax_rnn.ops.decay import fade_
 from softmax_rnn.ops.forms.chunk_plan import plain_spec
 from softmax_rnn.ops.forms.columns import Columns
 from softmax_rnn.ops.forms.row_sums import no_data
-from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.series import PowerSeries
 from softmax_rnn.ops.spec import AttentionSpec, Decay, Series
 
@@ -41,16 +41,18 @@ ROUNDING = 4.0
 
 def powers(spec: AttentionSpec) -> range:
     """The powers of a series that have magnitudes; a sum of ones (power 0) needs none."""
-    first, last = degrees(spec)
+    assert spec.powers is not None
+    first, last = spec.powers
     return range(max(first, 1), last + 1)
 
 
-def roundings(spec: AttentionSpec, dtype: torch.dtype) -> list[float]:
+@functools.lru_cache(maxsize=64)
+def roundings(spec: AttentionSpec, dtype: torch.dtype) -> tuple[float, ...]:
     """The factor of each of the :func:`powers` in the noise; learned coefficients count as 1."""
     known = PowerSeries.known_part(spec).coefficients
     assert known is not None
     unit = ROUNDING * torch.finfo(dtype).eps
-    return [unit * abs(float(known[n])) * math.sqrt(math.factorial(n)) for n in powers(spec)]
+    return tuple(unit * abs(float(known[n])) * math.sqrt(math.factorial(n)) for n in powers(spec))
 
 
 def fading(spec: AttentionSpec, total: Tensor) -> Tensor:

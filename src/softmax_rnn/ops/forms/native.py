@@ -27,45 +27,6 @@ _BLOCK = 96  # queries per block, of which fewer compute fewer hidden pairs
 _INTS = 2**31 - 1  # the largest stride that a matrix product takes
 
 
-def covers(spec: AttentionSpec) -> bool:
-    """Whether the kernels compute a spec: fixed series, decays per head or token, a window."""
-    return (
-        spec.outside == "hidden"
-        and spec.decay != "channel"
-        and not spec.learned_coefficients
-        and not spec.global_keys
-    )
-
-
-def supports(spec: AttentionSpec, device: str) -> bool:
-    """Every spec that is covered, on a CPU whose library can be built."""
-    return device == "cpu" and covers(spec) and native_library.possible()
-
-
-def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
-    """The property of these tensors that the kernels do not support; empty for none."""
-    if mask is not None and not mask.shape[1] == mask.shape[2] == 1:
-        return "a mask per query or head"
-    return ""
-
-
-# Of fewer queries the kernels of ``fused`` are faster.
-_BESIDE_FUSED = 160
-
-
-def pays(spec: AttentionSpec, q: Tensor, fused: bool) -> bool:
-    """Whether auto takes this form, if the library is there; ``fused``: or else the form fused.
-
-    Half types have faster kernels of their own in ``fused``.
-    """
-    if q.device.type != "cpu" or q.shape[2] == 1 or not covers(spec):
-        return False
-    wide = q.dtype in (torch.float32, torch.float64)
-    if fused and not (wide and q.shape[2] >= _BESIDE_FUSED):
-        return False
-    return native_library.ready()
-
-
 def native(
     q: Tensor,
     k: Tensor,

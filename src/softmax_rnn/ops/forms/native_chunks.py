@@ -1,4 +1,4 @@
-"""The chunked form's loops in C++ for the CPU, for calls that :func:`suits` accepts.
+"""The chunked form's loops in C++ for the CPU, of fixed series with decays per head or token.
 
 ``chunked`` calls them in place of its own, and does the rest. The library is
 :mod:`native_library`'s.
@@ -17,11 +17,6 @@ from softmax_rnn.ops.forms import native_library
 from softmax_rnn.ops.forms.chunk_tables import Tables
 from softmax_rnn.ops.forms.columns import Columns
 from softmax_rnn.ops.monomials import monomial_factors
-from softmax_rnn.ops.spec import AttentionSpec
-
-# With fewer heads for each thread, operations on all heads are faster.
-_LEAST_HEADS = 0.25
-SHORTEST = 16  # chunks; for shorter ones, operations on all heads are about as fast
 
 
 class Chunks(NamedTuple):
@@ -30,22 +25,6 @@ class Chunks(NamedTuple):
     tables: Tables
     causal: bool
     length: int
-
-
-def suits(spec: AttentionSpec, q: Tensor, k: Tensor) -> bool:
-    """Whether this module computes a call: fixed series on a CPU, decays per head or token.
-
-    The library is built if need be, but not for a few tokens.
-    """
-    return (
-        q.device.type == "cpu"
-        and spec.decay != "channel"
-        and not spec.learned_coefficients
-        and min(q.shape[0], q.shape[2], q.shape[3]) > 0
-        and max(q.shape[2], k.shape[2]) >= native_library.LEAST_TOKENS
-        and k.shape[0] * k.shape[1] >= _LEAST_HEADS * native_library.threads()
-        and native_library.ready()
-    )
 
 
 def sums(inputs: Columns, chunks: Chunks, out: Tensor, last: Tensor, kept: Tensor) -> None:

@@ -36,7 +36,7 @@ from softmax_rnn._utils.machine import cache_folder
 from softmax_rnn._utils.trusted import locked, open_own, own_folder
 from softmax_rnn.ops.compiler import constant_when_compiled
 
-# From this number of tokens on auto takes a native form, for which the library is built if need be.
+# For fewer tokens PyTorch's operations are as fast, and the library need not be built.
 LEAST_TOKENS = 256
 VARIABLE = "SOFTMAX_RNN_CPU_KERNEL"
 SOURCES = sorted(Path(__file__).parent.glob("native*.cpp"))
@@ -47,27 +47,21 @@ _SEAL = 64  # bytes at the end of a library in the cache: a hash
 
 
 @constant_when_compiled
-def enabled() -> bool:
-    """Whether the library is wanted here: on Linux, unless the environment says no."""
-    return sys.platform == "linux" and os.environ.get(VARIABLE, "1") != "0"
+def missing(build: bool = False) -> str:
+    """Why there is no library, in words; empty if there is one, or it can be built.
 
-
-@constant_when_compiled
-def possible() -> bool:
-    """Whether there is a compiler, and building with it has not failed."""
-    return enabled() and _compiler() is not None and not _failures
-
-
-@constant_when_compiled
-def ready() -> bool:
-    """Whether the library is loaded; builds it at the first call, and warns once if that fails."""
-    if not enabled():
-        return False
-    try:
-        load()
-    except OSError:
-        return False
-    return True
+    With ``build`` it is built if need be. There is one warning if that fails.
+    """
+    if sys.platform != "linux":
+        return "the C++ is built on Linux alone"
+    if os.environ.get(VARIABLE, "1") == "0":
+        return f"{VARIABLE}=0"
+    if build:
+        with suppress(OSError):
+            load()
+    if _failures:
+        return _failures[0]
+    return "" if _compiler() else "there is no g++ on the path"
 
 
 @constant_when_compiled

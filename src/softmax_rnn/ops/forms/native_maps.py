@@ -23,7 +23,7 @@ class _Call(ctypes.Structure):
     )
 
 
-def suits(*given: Tensor) -> bool:
+def takes(*given: Tensor) -> bool:
     """Whether these tensors [B, H, T, D] are long enough, in rows, and not differentiated."""
     x = given[0]
     return (
@@ -35,7 +35,7 @@ def suits(*given: Tensor) -> bool:
         and x.shape[2] >= native_library.LEAST_TOKENS
         and x.numel() > 0
         and (x.stride(3) == 1 or x.shape[3] == 1)
-        and native_library.ready()
+        and not native_library.missing(build=True)
     )
 
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from softmax_rnn.ops.decay import MIN_LOG_DECAY
-from softmax_rnn.ops.denominators import SUM_GUARD
+from softmax_rnn.ops.finish import SUM_GUARD
 from softmax_rnn.ops.forms import native_library
 from softmax_rnn.ops.forms.magnitudes import powers, roundings
 from softmax_rnn.ops.monomials import cumulative_dimension, degrees, monomial_factors, row_weights
-from softmax_rnn.ops.spec import AttentionSpec, RowSum
+from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State
 
-_MAPS = {"identity": 0, "elu1": 1, "relu": 2}
+MAPS = {"identity": 0, "elu1": 1, "relu": 2}
 
 
 class Token(NamedTuple):
@@ -76,10 +76,11 @@ class _Constants(NamedTuple):
 def step(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, state: State, log_decay: Tensor | None
 ) -> Token | None:
-    """The output for a token, or ``None`` if it is not covered or not certain."""
+    """The output for a token, or ``None`` if it is not certain.
+
+    For the quotients of finite series that ``plan.py`` names.
+    """
     constants = _constants(spec, q.shape[3], q.dtype)
-    if constants is None or not native_library.ready():
-        return None
     given = {"q": q.contiguous(), "k": k.contiguous(), "v": v.contiguous()}
     given["state"] = state.sums.contiguous()
     if log_decay is not None:
@@ -107,19 +108,9 @@ def step(
     return None if unsure else Token(out, written["next"], *others, key, value)
 
 
-def covers(spec: AttentionSpec, dtype: torch.dtype) -> bool:
-    """Whether :func:`step` computes a spec."""
-    plain = spec.norm == "none" and spec.output_gate == "none" and not spec.input_gate
-    series = spec.has_state and spec.window is None and not spec.learned_coefficients
-    quotient = spec.row_sum == RowSum() and spec.decay != "channel" and spec.feature_map in _MAPS
-    return plain and series and quotient and dtype in (torch.float32, torch.float64)
-
-
 @functools.lru_cache(maxsize=64)
-def _constants(spec: AttentionSpec, width: int, dtype: torch.dtype) -> _Constants | None:
-    """What does not change between tokens; ``None`` for a spec that is not covered."""
-    if not covers(spec, dtype):
-        return None
+def _constants(spec: AttentionSpec, width: int, dtype: torch.dtype) -> _Constants:
+    """What does not change between tokens."""
     weights = row_weights(spec, width, dtype)
     parents, factors = monomial_factors(width, degrees(spec)[1])
     tensors = {"parents": torch.from_numpy(parents), "factors": torch.from_numpy(factors)}
@@ -129,7 +120,7 @@ def _constants(spec: AttentionSpec, width: int, dtype: torch.dtype) -> _Constant
     numbers = {
         "monomials": cumulative_dimension(width, degrees(spec)[1]),
         "rows": len(weights),
-        "map": _MAPS[spec.feature_map],
+        "map": MAPS[spec.feature_map],
         "first": counts.start,
         "powers": len(counts),
         "scale": spec.score_scale(width),

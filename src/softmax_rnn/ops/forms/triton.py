@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import ModuleType
@@ -43,32 +42,7 @@ _TILES = {
     4096: [(16, 16, 4, 1), (16, 16, 8, 1)],
 }
 _LONG = 512  # from this number of queries on, the autotuner chooses separately
-_INSTALLED = importlib.util.find_spec("triton") is not None
-
-
-def supports(spec: AttentionSpec, device: str) -> bool:
-    """Every series on a GPU with Triton; on a CPU only in Triton's interpreter, for tests.
-
-    Not a decay per channel: its factors are part of the scores' products.
-    """
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return False
-    if spec.decay == "channel" or spec.outside != "hidden":
-        return False
-    return device in ("cpu", "cuda") and _INSTALLED and (spec.order or 0) <= MAX_ORDER
-
-
-def refuses(spec: AttentionSpec, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
-    """The property of these tensors that the kernels do not support; empty for none."""
-    width = max(q.shape[-1], v.shape[-1])
-    if width > MAX_WIDTH:
-        return f"heads of width {width}"
-    float64_cosine = q.dtype == torch.float64 and spec.feature_map == "cosine"
-    if float64_cosine and width > MAX_FLOAT64_COSINE:
-        return f"float64 cosines of width {width}"
-    if q.is_cuda and (torch.version.hip or torch.cuda.get_device_capability(q.device) < (8, 0)):
-        return f"this spec with Triton kernels on the {torch.cuda.get_device_name(q.device)}"
-    return ""
+INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 @uncompiled  # the autotuner times launches, which torch.compile cannot trace

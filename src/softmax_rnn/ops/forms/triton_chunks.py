@@ -1,4 +1,4 @@
-"""The chunked form's loops as Triton kernels, for calls that :func:`suits` accepts.
+"""The chunked form's loops as Triton kernels, for fixed series of order 1 and 2.
 
 ``chunked`` calls them in place of its own, and does the rest. Every chunk first adds its keys to a
 state of its own; a scan over the chunks adds these up; then all chunks read them at once. Monomials
@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from operator import index
@@ -21,11 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softmax_rnn.ops.compiler import constant_when_compiled
 from softmax_rnn.ops.forms.columns import Columns
 from softmax_rnn.ops.forms.triton import products
 from softmax_rnn.ops.forms.triton_decays import Slots, decay_grad, fading, slots_of
-from softmax_rnn.ops.forms.triton_layout import MAX_ORDER, SIDE, layout, tiles
+from softmax_rnn.ops.forms.triton_layout import SIDE, layout, tiles
 from softmax_rnn.ops.spec import AttentionSpec
 
 MAX_WIDTH, WIDTHS = 128, 16  # heads are multiples of 16 wide
@@ -36,7 +34,6 @@ _ELEMENTS = 2**28  # of the states that are in memory at once, but those for the
 _TILES = {"bfloat16": (64, 2), "tf32": (32, 1), "ieee": (16, 1)}
 _NARROW = 64  # up to this width of heads 4 warps share a tile, beyond it 8
 _SCANNED = 1024  # elements of a state that a program adds up
-_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 class Chunks(NamedTuple):
@@ -56,30 +53,6 @@ class Chunks(NamedTuple):
     causal: bool
     length: int
     keep_state: bool
-
-
-def suits(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, chunk: int | None) -> bool:
-    """Whether this module computes a call: fixed series of order 1 or 2, no decay per channel.
-
-    On a GPU, and in Triton's interpreter on a CPU, for tests.
-    """
-    possible = (
-        1 <= (spec.order or 0) <= MAX_ORDER
-        and spec.decay != "channel"
-        and not spec.learned_coefficients
-        and all(x.shape[3] % WIDTHS == 0 and 0 < x.shape[3] <= MAX_WIDTH for x in (k, v))
-        and min(*q.shape[:3], k.shape[2]) > 0
-        and (chunk or TOKENS) % TOKENS == 0
-    )
-    return possible and _usable(q.device.type, q.dtype == torch.float64)
-
-
-@constant_when_compiled
-def _usable(device: str, float64: bool) -> bool:
-    if device == "cpu":
-        return _INSTALLED and os.environ.get("TRITON_INTERPRET") == "1"
-    capable = device == "cuda" and _INSTALLED and not torch.version.hip and not float64
-    return capable and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def product_type(dtype: torch.dtype) -> str:

@@ -1,13 +1,65 @@
-"""Checks of the tensors that ``attention()`` takes."""
+"""The arguments of ``attention()`` as one structure, and their checks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from softmax_rnn.ops.forms.row_sums import compute_dtype, no_data
 from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.state import State, check_state
+
+
+@dataclass(slots=True)
+class Call:
+    """The arguments of :func:`softmax_rnn.attention`, which describes them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spec: AttentionSpec
+    causal: bool = True
+    mask: Tensor | None = None
+    log_decay: Tensor | None = None
+    coefficients: Tensor | None = None
+    state: State | None = None
+    return_state: bool = False
+    padding: bool = False
+    input_gate: Tensor | None = None
+    output_gate: Tensor | None = None
+    length_power: Tensor | None = None
+    sink: Tensor | None = None
+    outside_scale: Tensor | None = None
+    outside_q: Tensor | None = None
+    outside_k: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a state is given or returned."""
+        return self.state is not None or self.return_state
+
+
+def check(call: Call) -> None:
+    """Raise ``ValueError`` for arguments that do not fit each other, whatever their numbers are."""
+    spec, q, k, v = call.spec, call.q, call.k, call.v
+    check_tensors(q, k, v, call.causal)
+    mask = checked_mask(call.mask, q, k)
+    check_extras(call)
+    check_outside(call.outside_q, call.outside_k, q, k, spec)
+    if spec.order is not None:
+        check_series(spec, compute_dtype(q.dtype))
+    _check_decay(call.log_decay, spec, k, call.causal)
+    if call.state is not None:
+        check_state(call.state, spec, k, v, call.outside_k)
+    if call.stateful:
+        check_per_key(mask)
+    elif call.padding and spec.window is not None:
+        check_per_key(mask, "padding=True")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
@@ -101,13 +153,13 @@ def checked_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return mask[(None,) * (4 - mask.ndim)]
 
 
-def check_extras(
-    extras: Mapping[str, Tensor | None], spec: AttentionSpec, q: Tensor, v: Tensor
-) -> None:
+def check_extras(call: Call) -> None:
     """Check the tensors for all heads or tokens that only some specs take."""
+    spec, q = call.spec, call.q
     batch, heads, queries, _ = q.shape
-    kv_heads, keys, width = v.shape[1:]
-    gate, gate_shape = extras["output_gate"], (batch, heads, queries)
+    kv_heads, keys, width = call.v.shape[1:]
+    gate: Any = call.output_gate
+    gate_shape = batch, heads, queries
     per_channel = isinstance(gate, Tensor) and gate.ndim == 4
     used: dict[str, tuple[bool, tuple[int, ...], bool]] = {  # and its shape; whether required
         "input_gate": (spec.input_gate, (batch, kv_heads, keys), True),
@@ -124,7 +176,7 @@ def check_extras(
         "norm_bias": (spec.norm == "layer", (width,), False),
     }
     for name, (taken, shape, required) in used.items():
-        check_extra(name, extras[name], taken, shape, q, required)
+        check_extra(name, getattr(call, name), taken, shape, q, required)
 
 
 def check_extra(
@@ -163,6 +215,27 @@ def check_per_key(mask: Tensor | None, what: str = "a state") -> None:
 def is_per_key(mask: Tensor) -> bool:
     """Whether every query and head sees the same keys of a mask, broadcast to [B, H, T, S]."""
     return (1, 1, 1, *mask.shape)[-3:-1] == (1, 1)
+
+
+def _check_decay(log_decay: Tensor | None, spec: AttentionSpec, k: Tensor, causal: bool) -> None:
+    """Raise ``ValueError`` for a decay or window that does not fit the spec and keys ``k``."""
+    if not causal and spec.causal_only:
+        raise ValueError(
+            "A decay or a window needs causal=True: it depends on the positions of queries, which "
+            "are the last ones of the keys."
+        )
+    shapes = {"head": k.shape[1:2], "token": k.shape[:3], "channel": k.shape}
+    check_extra("log_decay", log_decay, spec.decay != "none", tuple(shapes.get(spec.decay, ())), k)
+    if log_decay is not None and not log_decay.is_floating_point():
+        raise ValueError(f"log_decay must be of a floating-point dtype, not {log_decay.dtype}.")
+
+
+def check_not_growing(log_decay: Tensor) -> None:
+    """Raise ``ValueError`` for a log decay above 0; NaN passes, as in other inputs."""
+    if not no_data(log_decay) and (log_decay > 0).any():
+        raise ValueError(
+            f"log_decay must be <= 0; the largest is {float(log_decay.detach().max()):.3g}."
+        )
 
 
 def check_outside(

@@ -1,12 +1,15 @@
-"""The row-sum denominators, kept away from zero."""
+"""From sums to outputs: the denominator, kept away from zero, the gate and the norm."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from softmax_rnn.ops.forms.row_sums import RowSums
+from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, visible_count
+from softmax_rnn.ops.inputs import Call
+from softmax_rnn.ops.norms import normalized
 from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.state import largest_values
 
 # A quotient whose row sum crosses zero is at most 1 / SUM_GUARD times the largest value.
 SUM_GUARD = 1e-6
@@ -14,6 +17,46 @@ SUM_GUARD = 1e-6
 # The largest exponential of a sink: below infinity, which has NaN gradients, and with room for the
 # sum that it is added to.
 _MAX_SINK = {torch.float32: 87.0, torch.float64: 708.0}
+
+
+def outputs(sums: RowSums, call: Call) -> tuple[Tensor, Tensor | None]:
+    """The outputs [B, H, T, E] in the dtype of sums; the largest values [B, Hkv], if needed."""
+    spec, rule = call.spec, call.spec.row_sum
+    dtype, log_scale, largest = compute_dtype(call.q.dtype), sums.log_scale, None
+    out = sums.numerator.to(dtype)
+    if sums.magnitudes is not None or (rule is not None and guarded(sums, spec)):
+        largest = largest_values(call.v, call.mask, call.state)
+    if rule is not None:
+        if sums.weight_sum is not None:  # else the form has already divided by it
+            total, log_scale = row_sum(sums, spec, largest, call.sink)
+            out = out / total.unsqueeze(-1)
+    elif spec.denominator != "none":
+        out = out / _length(call).to(dtype).unsqueeze(-1)
+    gate = None
+    if call.output_gate is not None:
+        gate = call.output_gate.to(dtype)
+        gate = gate if gate.ndim == 4 else gate.unsqueeze(-1)
+        if spec.output_gate == "before_norm":
+            out = out * gate
+    if spec.norm != "none" or log_scale is not None:
+        out = normalized(out, log_scale, spec.norm, call.norm_weight, call.norm_bias)
+    if gate is not None and spec.output_gate == "after_norm":
+        out = out * gate
+    return out, largest
+
+
+def _length(call: Call) -> Tensor:
+    """The number of keys that each query sees, at least 1, to its power if it has one."""
+    spec, queries, keys = call.spec, call.q.shape[2], call.k.shape[2]
+    window = spec.hiding_window, spec.global_keys
+    length = visible_count(queries, keys, call.causal, call.mask, call.q.device, *window)
+    if call.state is not None:
+        length = length + call.state.visible[:, None, None]
+    length = length.clamp(min=1)
+    if call.length_power is None:
+        return length
+    dtype = compute_dtype(call.q.dtype)
+    return length.to(dtype) ** call.length_power.to(dtype).unsqueeze(-1)
 
 
 def guarded(sums: RowSums, spec: AttentionSpec) -> bool:

@@ -1,0 +1,646 @@
+"""Which code computes a call: the only place that decides.
+
+A call has a :class:`Signature`: its spec and sizes, its types and device, what is given, whether a
+derivative is needed; but none of its numbers. :data:`FORMS` is the table of what there is: what
+each form lacks, in words, and which calls it is best for. :func:`planned` checks a call and
+chooses. The plan of a signature is kept, so that a call like an earlier one is neither checked nor
+planned again.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from softmax_rnn._utils.errors import unknown
+from softmax_rnn._utils.units import bytes_text
+from softmax_rnn.ops.feature_maps import FEATURE_MAPS
+from softmax_rnn.ops.forms import fused, native, native_library, native_token, triton, triton_chunks
+from softmax_rnn.ops.forms.blocked import blocked
+from softmax_rnn.ops.forms.chunk_plan import Loops
+from softmax_rnn.ops.forms.chunked import chunked
+from softmax_rnn.ops.forms.dense import dense
+from softmax_rnn.ops.forms.first_order import transformed, wrapped
+from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype
+from softmax_rnn.ops.forms.triton_layout import MAX_ORDER
+from softmax_rnn.ops.inputs import Call, check, check_per_key
+from softmax_rnn.ops.monomials import cumulative_dimension, degrees
+from softmax_rnn.ops.series import MAX_RADIUS, order_for
+from softmax_rnn.ops.spec import AttentionSpec, RowSum
+from softmax_rnn.ops.state import State, has_memory, is_small, require_memory
+from softmax_rnn.ops.variants import resolve
+from softmax_rnn.ops.work import Sizes, chunk_length, chunks_pay
+
+# Of so few pairs PyTorch's operations compute all weights at once (32 tokens with each other).
+_FEW_PAIRS = 1024
+# From so many queries on the C++ of pairs is faster than PyTorch's fused kernels.
+_BESIDE_FUSED = 160
+_SHORTEST_IN_CPP = (
+    16  # tokens of a chunk; operations on all heads are about as fast for shorter ones
+)
+_LEAST_HEADS = 0.25  # for each thread of the chunks in C++; else operations on all heads are faster
+# The tolerance of the Taylor series that the error for exp suggests.
+_TOLERANCE = 1e-3
+# Bytes of the largest state that it suggests.
+_REASONABLE = 2**28
+
+
+Numbers = Literal["yes", "traced", "no"]
+
+
+class Signature(NamedTuple):
+    """What the choice depends on.
+
+    Attributes:
+        form: the form that was asked for, or ``auto``.
+        q: the shape of the queries [B, H, T, D]; likewise ``k`` and ``v``.
+        types: the dtypes and devices of queries, keys and values.
+        others: of each other tensor, as :class:`Call` orders them, what is checked; empty without
+            any.
+        state: the same of a given state.
+        return_state: whether a state is returned.
+        padding: whether hidden tokens are padding.
+        part: whether this is a part of another call, whose arguments are checked.
+        derivative: whether the result may be differentiated.
+        autocast: whether it is on.
+        threads: of PyTorch.
+        numbers: whether they can be read: ``yes``; ``traced`` by ``torch.compile``; or ``no``, in
+            transforms of ``torch.func`` and other subclasses of tensors.
+    """
+
+    spec: AttentionSpec
+    form: str
+    causal: bool
+    q: torch.Size
+    k: torch.Size
+    v: torch.Size
+    types: tuple[Any, ...]
+    mask: tuple[Any, ...] | None
+    others: tuple[Any, ...]
+    state: tuple[Any, ...] | None
+    return_state: bool
+    padding: bool
+    part: bool
+    derivative: bool
+    autocast: bool
+    threads: int
+    numbers: Numbers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the queries, keys and values."""
+        dtype: torch.dtype = self.types[0]
+        return dtype
+
+    @property
+    def device(self) -> str:
+        """The type of their device."""
+        kind: str = self.types[1].type
+        return kind
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a state is given or returned."""
+        return self.return_state or self.state is not None
+
+    @property
+    def mask_of_keys(self) -> bool:
+        """Whether every query and head sees the same keys."""
+        return self.mask is None or (1, 1, 1, *self.mask[0])[-3:-1] == (1, 1)
+
+    @property
+    def few(self) -> bool:
+        """Whether all pairs are computed at once, rather than in blocks."""
+        return self.q[2] == 1 or self.q[2] * self.k[2] <= _FEW_PAIRS
+
+
+class Form(NamedTuple):
+    """One way to compute an attention.
+
+    Attributes:
+        compute: the function, called as ``dense``, and with a state as ``chunked``.
+        lacks: what of a spec it cannot compute on a type of device, in words; empty for nothing.
+        refuses: what of a call with such a spec it cannot compute, likewise.
+        best: whether ``auto`` takes it for a call that it can compute, if none in :data:`_ORDER`
+            before it is taken.
+        stateful: whether it takes and returns states. Then its mask must be per key.
+        maps: whether it applies the feature map to queries and keys itself.
+    """
+
+    compute: Callable[..., RowSums]
+    lacks: Callable[[AttentionSpec, str], str] = lambda *_: ""
+    refuses: Callable[[Signature], str] = lambda _: ""
+    best: Callable[[Signature], bool] = lambda _: True
+    stateful: bool = False
+    maps: bool = False
+
+
+def _fused_lacks(spec: AttentionSpec, device: str) -> str:
+    """A fused kernel computes every pair of exp; ``blocked`` skips hidden and faded keys."""
+    if spec.series != "exp":
+        return f"the series {spec.series!r}"
+    for name in ("clamp", "window"):
+        if getattr(spec, name) is not None:
+            return f"a {name}"
+    if spec.decay != "none":
+        return "a decay"
+    # Beside these, PyTorch has kernels for outputs in which the scale of a row cancels.
+    kernels = spec.up_to_row_scale or device in ("cpu", "cuda")
+    return "" if kernels else f"denominator={spec.denominator!r} with norm={spec.norm!r}"
+
+
+def _fused_refuses(s: Signature) -> str:
+    if s.device != "cuda" or s.spec.up_to_row_scale:  # SDPA chooses a kernel itself
+        return ""
+    width = max(s.q[3], s.v[3])
+    if s.dtype not in (torch.bfloat16, torch.float16):
+        return f"{s.dtype} inputs"
+    if s.mask is not None:
+        return "a mask"
+    if width > fused.MAX_WIDTH:
+        return f"heads of width {width}"
+    if not fused.has_flash(s.types[1]):
+        return "this spec without flash kernels (a GPU older than Ampere, or a build without them)"
+    return ""
+
+
+def _kernels_lack(spec: AttentionSpec, device: str) -> str:
+    """What the C++ of pairs, once it is compiled, cannot compute."""
+    if device != "cpu":
+        return "anything"
+    if spec.outside != "hidden":
+        return f"outside={spec.outside!r}"
+    if spec.decay == "channel":
+        return "a decay per channel"
+    if spec.learned_coefficients:
+        return "learned coefficients"
+    if spec.global_keys:
+        return "global_keys"
+    return ""
+
+
+def _native_lacks(spec: AttentionSpec, device: str) -> str:
+    missing = native_library.missing()
+    return _kernels_lack(spec, device) or (missing and f"anything ({missing})")
+
+
+def _native_refuses(s: Signature) -> str:
+    return "" if s.mask_of_keys else "a mask per query or head"
+
+
+def _native_best(s: Signature) -> bool:
+    """Half types have faster kernels in ``fused``; PyTorch maps elu + 1 in several passes.
+
+    The library is built for the first such call, with a warning if that fails.
+    """
+    if s.stateful or _kernels_lack(s.spec, s.device) or _native_refuses(s):
+        return False
+    if s.q[2] == 1 or (s.few and s.spec.feature_map != "elu1"):
+        return False
+    wide = s.dtype in (torch.float32, torch.float64)
+    if not _fused_lacks(s.spec, "cpu") and not (wide and s.q[2] >= _BESIDE_FUSED):
+        return False
+    return not native_library.missing(build=True)
+
+
+def _triton_lacks(spec: AttentionSpec, device: str) -> str:
+    """A decay per channel is part of the scores' products."""
+    if device not in ("cpu", "cuda"):
+        return "anything"
+    if device == "cpu" and not _interpreted():
+        return "anything but in Triton's interpreter, for tests,"
+    if not triton.INSTALLED:
+        return "anything without Triton"
+    if spec.decay == "channel":
+        return "a decay per channel"
+    if spec.outside != "hidden":
+        return f"outside={spec.outside!r}"
+    return f"order {spec.order}" if (spec.order or 0) > triton.MAX_ORDER else ""
+
+
+def _triton_refuses(s: Signature) -> str:
+    width = max(s.q[3], s.v[3])
+    if width > triton.MAX_WIDTH:
+        return f"heads of width {width}"
+    float64_cosine = s.dtype == torch.float64 and s.spec.feature_map == "cosine"
+    if float64_cosine and width > triton.MAX_FLOAT64_COSINE:
+        return f"float64 cosines of width {width}"
+    if s.device == "cuda" and not _has_tensor_cores(s.types[1]):
+        return f"this spec with Triton kernels on the {torch.cuda.get_device_name(s.types[1])}"
+    return ""
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _has_tensor_cores(device: torch.device) -> bool:
+    return not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _state_lacks(spec: AttentionSpec, device: str) -> str:
+    if spec.series == "exp":
+        return "the series 'exp'"
+    if spec.clamp is not None:
+        return "a clamp"
+    return "" if spec.has_state else "a window that hides keys"
+
+
+def _chunked_best(s: Signature) -> bool:
+    if s.stateful:
+        return s.k[2] != 1
+    return s.q[2] > 1 and s.spec.has_state and chunks_pay(_sizes(s))
+
+
+# What sr.forms lists. The plain recurrence reads a state with one query, then adds its key.
+FORMS: dict[str, Form] = {
+    "native": Form(native.native, _native_lacks, _native_refuses, _native_best, maps=True),
+    "fused": Form(fused.fused, _fused_lacks, _fused_refuses),
+    "triton": Form(
+        triton.triton, _triton_lacks, _triton_refuses, lambda s: s.device != "cpu", maps=True
+    ),
+    "blocked": Form(blocked, best=lambda s: not s.few),
+    "chunked": Form(chunked, _state_lacks, best=_chunked_best, stateful=True),
+    "recurrent": Form(
+        chunked, _state_lacks, best=lambda s: s.stateful and s.k[2] == 1, stateful=True
+    ),
+    "dense": Form(dense),
+}
+# What auto tries: linear time where it pays, then kernels for all pairs.
+_ORDER = ("chunked", "recurrent", "native", "fused", "triton", "blocked", "dense")
+
+# What `attention` does first: `kernel` is softmax in one call of PyTorch, `token` a token after a
+# state in one call of C++, `operator` the same in a compiled graph; `parts` a window and a series.
+Path = Literal["sums", "kernel", "token", "operator", "parts"]
+
+
+class Plan(NamedTuple):
+    """How a call is computed.
+
+    Attributes:
+        form: the name of a form; with ``parts`` each part has a plan of its own.
+        options: what only this form takes.
+        copies_later: whether keys that a mask hides are replaced only if the sums are not finite:
+            beside a single query, the copy of all keys takes most of the time.
+        lasting: whether it holds for every call of the same signature. It does not where it depends
+            on the free memory.
+    """
+
+    path: Path
+    form: str
+    compute: Callable[..., RowSums]
+    options: dict[str, Any]
+    maps: bool
+    stateful: bool
+    copies_later: bool = False
+    lasting: bool = True
+
+
+@overload
+def forms(
+    spec: AttentionSpec | str,
+    device: torch.device | str = ...,
+    *,
+    explain: Literal[False] = ...,
+) -> tuple[str, ...]: ...
+
+
+@overload
+def forms(
+    spec: AttentionSpec | str, device: torch.device | str = ..., *, explain: Literal[True]
+) -> dict[str, str]: ...
+
+
+def forms(
+    spec: AttentionSpec | str, device: torch.device | str = "cpu", *, explain: bool = False
+) -> tuple[str, ...] | dict[str, str]:
+    """The names of the forms that can compute ``spec`` on ``device``.
+
+    Args:
+        spec: an :class:`AttentionSpec`, or the name of a variant.
+        device: a device or its type.
+        explain: whether to return every form, with what it cannot compute: nothing (``""``) if it
+            can compute the spec.
+
+    Example:
+        >>> forms("softmax", explain=True)["chunked"]
+        "the series 'exp'"
+    """
+    spec, kind = resolve(spec), torch.device(device).type
+    if spec.outside == "series":  # every form that computes the series takes the window as well
+        spec = replace(spec, window=None, global_keys=0, outside="hidden")
+    found = {name: form.lacks(spec, kind) for name, form in FORMS.items()}
+    return found if explain else tuple(name for name, lack in found.items() if not lack)
+
+
+# Others may stand for tensors that are elsewhere, or for none yet.
+_PLAIN = (Tensor, nn.Parameter)
+_PLANS: dict[Signature, Plan] = {}
+_MOST = 4096  # plans; then all are made again
+
+
+def planned(call: Call, form: str = "auto", part: bool = False) -> Plan:
+    """Check a call and choose how to compute it.
+
+    ``part`` is whether the call is a part of another one, whose arguments are checked.
+
+    Raises:
+        ValueError: for arguments that do not fit each other; for a form that is unknown or cannot
+            compute them, with those that can.
+        MemoryError: if the state does not fit the free memory.
+        NotImplementedError: inside a transform of ``torch.func``, for a state or another form than
+            ``dense``, unless all tensors are constants of the transform.
+    """
+    traced = torch.compiler.is_compiling()
+    if traced or transformed() or not _plain(call):
+        if not part:
+            check(call)
+        numbers: Numbers = "traced" if traced else "no"
+        return _plan(call, _signature(call, form, part, native_library.threads(), numbers))
+    key = _signature(call, form, part, torch.get_num_threads(), "yes")
+    found = _PLANS.get(key)
+    if found is None:
+        if not part:
+            check(call)
+        found = _plan(call, key)
+        if found.lasting:
+            if len(_PLANS) >= _MOST:
+                _PLANS.clear()
+            _PLANS[key] = found
+    return found
+
+
+def forget() -> None:
+    """Make every plan again: needed where the library or the environment has changed."""
+    _PLANS.clear()
+
+
+def signature(call: Call, form: str = "auto") -> Signature:
+    """The signature of a call whose numbers can be read."""
+    return _signature(call, form, False, torch.get_num_threads(), "yes")
+
+
+def _plain(call: Call) -> bool:
+    return type(call.q) in _PLAIN and type(call.k) in _PLAIN and type(call.v) in _PLAIN
+
+
+def _signature(call: Call, form: str, part: bool, threads: int, numbers: Numbers) -> Signature:
+    q, k, v, state, decay = call.q, call.k, call.v, call.state, call.log_decay
+    dtype, device = q.dtype, q.device
+    none = decay is call.coefficients is call.input_gate is call.output_gate is call.sink is None
+    none = none and call.length_power is call.norm_weight is call.norm_bias is None
+    none = none and call.outside_scale is call.outside_q is call.outside_k is None
+    needs = torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (isinstance(decay, Tensor) and decay.requires_grad)
+        or (isinstance(state, State) and state.sums.requires_grad)
+    )
+    return Signature(
+        call.spec,
+        form,
+        call.causal,
+        q.shape,
+        k.shape,
+        v.shape,
+        (dtype, device, k.dtype, k.device, v.dtype, v.device),
+        None if call.mask is None else _checked(call.mask),
+        () if none else tuple([_checked(getattr(call, name)) for name in _OTHERS]),
+        None if state is None else _checked_state(state),
+        call.return_state,
+        call.padding,
+        part,
+        needs or forward_ad._current_level >= 0,
+        device.type in _AUTOCAST and torch.is_autocast_enabled(device.type),
+        threads,
+        numbers,
+    )
+
+
+_AUTOCAST = ("cpu", "cuda")  # paths that avoid it are for these
+_OTHERS = (
+    "log_decay",
+    "coefficients",
+    "input_gate",
+    "output_gate",
+    "length_power",
+    "sink",
+    "outside_scale",
+    "outside_q",
+    "outside_k",
+    "norm_weight",
+    "norm_bias",
+)
+
+
+def _checked(x: object) -> tuple[Any, ...] | None:
+    """What is checked of a tensor; of something else its type."""
+    if isinstance(x, Tensor):
+        return x.shape, x.dtype, x.device
+    return None if x is None else (type(x),)
+
+
+def _checked_state(state: Any) -> tuple[Any, ...]:
+    if not isinstance(state, State):
+        return (type(state),)
+    kept = [*(state.recent or ()), *(state.first or ())]
+    tensors = state.sums, state.visible, state.magnitudes, state.largest
+    return state.spec, *map(_checked, tensors), *map(_checked, kept)
+
+
+def _plan(call: Call, s: Signature) -> Plan:
+    if s.form != "auto" and s.form not in FORMS:
+        raise unknown("form", s.form, ["auto", *FORMS])
+    if s.spec.outside == "series":
+        return Plan("parts", s.form, dense, {}, maps=False, stateful=False)
+    name = _chosen(call, s)
+    form, lasting = FORMS[name], True
+    options: dict[str, Any] = {}
+    if form.stateful:
+        require_memory(s.spec, call.q, call.k, call.v)
+        one = name == "recurrent" or s.q[2] == s.k[2] == 1
+        chunk = 1 if one else chunk_length(_sizes(s))
+        options = {"chunk": chunk, "engine": loops(s, chunk)}
+    if s.spec.has_state:
+        lasting = is_small(s.spec, call.q, call.k, call.v)
+    later = s.spec.order is None and s.q[2] == 1 and s.numbers == "yes" and not s.derivative
+    path = _path(s, name)
+    return Plan(path, name, form.compute, options, form.maps, form.stateful, later, lasting)
+
+
+def _chosen(call: Call, s: Signature) -> str:
+    """The name of the form: what was asked for, or the best one."""
+    stateful = s.form != "auto" and FORMS[s.form].stateful
+    if s.stateful or stateful:
+        _require_state(s.spec, call.q, call.k, call.v, asked=not s.stateful)
+        check_per_key(call.mask)
+    if transformed():
+        if s.form == "auto" and not s.stateful:
+            return "dense"  # which has every derivative
+        if s.stateful or s.form not in ("dense", "fused"):
+            _require_constants(call, s)
+    reasons = {name: reason(form, s) for name, form in FORMS.items()}
+    if s.form == "auto":
+        best = [name for name in _ORDER if FORMS[name].best(s) and not reasons[name]]
+        if best[0] == "chunked" and not s.stateful:
+            best = best[0 if has_memory(s.spec, call.q, call.k, call.v) else 1 :]
+        found = best[0]
+        if reasons["fused"] and not FORMS["fused"].lacks(s.spec, s.device) and not s.stateful:
+            _warn_once(
+                f"form='fused' cannot compute {reasons['fused']}: {found!r} is used instead."
+            )
+    elif reasons[s.form]:
+        able = ", ".join(name for name, why in reasons.items() if not why)
+        raise ValueError(
+            f"form={s.form!r} cannot compute {reasons[s.form]} on {s.device}; "
+            f"forms that can: {able}. The spec: {s.spec}."
+        )
+    else:
+        found = s.form
+    empty = not (s.q[0] and s.q[2] and s.k[2])
+    return "dense" if empty and not s.stateful else found  # fused kernels divide by these sizes
+
+
+def reason(form: Form, s: Signature) -> str:
+    """What a form cannot compute of a call, in words; empty if it can compute it."""
+    lack = form.lacks(s.spec, s.device)
+    if form.stateful:
+        return lack or ("" if s.mask_of_keys else "a mask per query or head")
+    return lack or ("anything with a state" if s.stateful else form.refuses(s))
+
+
+def _require_constants(call: Call, s: Signature) -> None:
+    """Raise ``NotImplementedError`` unless all tensors are constants of a transform."""
+    given = call.q, call.k, call.v, call.mask, call.log_decay, call.coefficients
+    sums = None if call.state is None else call.state.sums
+    if any(x is not None and wrapped(x) for x in (*given, sums)):
+        what = "a state" if s.stateful else f"form={s.form!r}"
+        raise NotImplementedError(
+            f"{what} was given inside a transform of torch.func (vmap, grad, jvp, ...). Attention "
+            "without a state works there, with form='auto' or 'dense'."
+        )
+
+
+def _sizes(s: Signature) -> Sizes:
+    return Sizes(s.spec, s.q[2], s.k[2], s.k[3], s.v[3], s.causal, s.q[1] // s.k[1])
+
+
+def loops(s: Signature, chunk: int) -> Loops:
+    """Which loops compute the chunks of a call."""
+    if s.causal and s.q[2] == s.k[2] == 1:
+        return "torch"
+    if s.device == "cuda":
+        return "torch" if triton_chunks_refuse(s, chunk) else "triton"
+    native = (
+        s.device == "cpu"
+        and s.spec.decay != "channel"
+        and not s.spec.learned_coefficients
+        and min(s.q[0], s.q[2], s.q[3]) > 0
+        and chunk >= _SHORTEST_IN_CPP
+        and max(s.q[2], s.k[2]) >= native_library.LEAST_TOKENS
+        and s.k[0] * s.k[1] >= _LEAST_HEADS * s.threads
+        and not native_library.missing(build=True)
+    )
+    return "native" if native else "torch"
+
+
+def triton_chunks_refuse(s: Signature, chunk: int) -> str:
+    """What the chunks in Triton cannot compute of a call, in words; empty if they can.
+
+    On a GPU; on a CPU in Triton's interpreter, for tests.
+    """
+    if not 1 <= (s.spec.order or 0) <= MAX_ORDER:
+        return f"order {s.spec.order}"
+    if s.spec.decay == "channel" or s.spec.learned_coefficients:
+        return "a decay per channel, or learned coefficients"
+    width, values = s.k[3], s.v[3]
+    if max(width, values) > triton_chunks.MAX_WIDTH or (width | values) % triton_chunks.WIDTHS:
+        return f"heads of width {width} and {values}"
+    if not min(*s.q[:3], s.k[2]):
+        return "nothing"
+    if chunk % triton_chunks.TOKENS:
+        return f"chunks of {chunk} tokens"
+    if not triton.INSTALLED:
+        return "anything without Triton"
+    if s.device == "cpu":
+        return "" if _interpreted() else "anything but in Triton's interpreter"
+    return "" if s.dtype != torch.float64 and _has_tensor_cores(s.types[1]) else "these products"
+
+
+def _path(s: Signature, form: str) -> Path:
+    """The calls of one operation: calling several takes longer than they compute.
+
+    Neither has derivatives, and both read numbers.
+    """
+    if s.part or s.derivative or s.autocast or s.numbers == "no" or s.mask is not None:
+        return "sums"
+    one, all_sizes = s.q[2] == 1, (*s.q, *s.k, *s.v)
+    if form == "fused" and s.spec.is_softmax and s.numbers == "yes" and not s.others:
+        square = one or not s.causal or s.q[2] == s.k[2]
+        return "kernel" if square and s.k[3] == s.v[3] and all(all_sizes) else "sums"
+    token = (
+        s.form == "auto"
+        and s.device == "cpu"
+        and s.state is not None
+        and s.return_state
+        and one
+        and s.k[2] == 1
+        and all(all_sizes)
+        and _computes_token(s.spec, s.dtype)
+        and not native_library.missing(build=s.numbers == "yes")
+    )
+    if not token:
+        return "sums"
+    return "token" if s.numbers == "yes" else "operator"
+
+
+def _computes_token(spec: AttentionSpec, dtype: torch.dtype) -> bool:
+    """Whether ``native_token`` computes a spec: the quotient of a finite series."""
+    plain = spec.norm == "none" and spec.output_gate == "none" and not spec.input_gate
+    series = spec.has_state and spec.window is None and not spec.learned_coefficients
+    quotient = spec.row_sum == RowSum() and spec.decay != "channel"
+    types = dtype in (torch.float32, torch.float64) and spec.feature_map in native_token.MAPS
+    return plain and series and quotient and types
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=6)
+
+
+def _require_state(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, asked: bool) -> None:
+    """Raise ``ValueError`` for a spec without a state; the message suggests a Taylor order.
+
+    ``asked`` is whether only the form that was asked for needs a state.
+    """
+    if spec.order is not None or spec.clamp is not None or spec.hiding_window is not None:
+        degrees(spec)
+        return
+    features = [FEATURE_MAPS[spec.feature_map](x.detach().double()) for x in (q, k) if x.numel()]
+    longest = [x.norm(dim=-1).amax().item() for x in features]
+    radius = abs(spec.score_scale(q.shape[-1])) * math.prod(longest)
+    advice = f"for these inputs |score| <= {radius:.3g}, and no Taylor series near to exp on that "
+    advice += "range has a state of a reasonable size"
+    if radius <= MAX_RADIUS:
+        order = order_for(_TOLERANCE, radius)
+        rows = cumulative_dimension(features[-1].shape[-1] if features else k.shape[-1], order)
+        sums = rows * (v.shape[-1] + int(spec.row_sum is not None))
+        size = compute_dtype(k.dtype).itemsize * k.shape[0] * k.shape[1] * sums
+        near = f"order={order} is within {_TOLERANCE} of exp (remainder_bound)"
+        if size <= _REASONABLE:
+            advice = f"its Taylor series has one: for these inputs |score| <= {radius:.3g}, where "
+            advice += f"series='taylor' with {near}, with a state of {bytes_text(size)}"
+        else:
+            advice += f": {near}, with one of {bytes_text(size)}"
+    message = f"The series 'exp' has infinitely many powers and so no finite state; {advice}."
+    raise ValueError(message + (" Without a state, use form='auto'." if asked else ""))
