@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import softmax_rnn as sr
-from softmax_rnn.ops import reference
+from softmax_rnn.ops import formula
 from softmax_rnn.ops.monomials import (
     cumulative_dimension,
     dimension,
@@ -125,7 +125,7 @@ def test_bidirectional_is_one_state_for_all_queries() -> None:
 
 def test_the_taylor_rnns_approach_softmax() -> None:
     q, k, v = (x[None, None] for x in normal(3, 12, 4))
-    expected = reference.attention(q, k, v, sr.variant("softmax"), causal=True)
+    expected = formula.attention(q, k, v, sr.variant("softmax"), causal=True)
     errors = []
     for order in (2, 4, 8, 12):
         found = sr.attention(q, k, v, sr.variant("taylor", order=order), form="chunked")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import softmax_rnn as sr
 from cases import VARIANTS, WIDENED, Shape, make_case
 from quick import first_quick
-from softmax_rnn.ops import reference
+from softmax_rnn.ops import formula
 
 Q, K, V = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7, 6)
 
@@ -307,9 +307,7 @@ def test_a_sink_beside_large_weights(height: float) -> None:
     spec = sr.AttentionSpec(series="power", order=2, denominator="sum_plus_sink")
     q, v = (torch.full((1, 1, 3, 2), size, dtype=torch.float64) for size in (1e12, 1.0))
     sink = torch.tensor([height], dtype=torch.float64, requires_grad=True)
-    outs = [
-        attend(q, 1e12 * q, v, spec, sink=sink) for attend in (sr.attention, reference.attention)
-    ]
+    outs = [attend(q, 1e12 * q, v, spec, sink=sink) for attend in (sr.attention, formula.attention)]
     torch.testing.assert_close(*outs)
     torch.testing.assert_close(*(torch.autograd.grad(out.sum(), sink) for out in outs))
     assert (outs[0].amax() < 1e-10) == (height == 200.0)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import softmax_rnn as sr
+from softmax_rnn.ops import formula
 from softmax_rnn.ops import layer_core as layer_module
-from softmax_rnn.ops import reference
 from softmax_rnn.ops.systems import SYSTEMS
 
 HEADS, KV_HEADS, TOKENS = 4, 2, 11
@@ -266,7 +266,7 @@ def built(name: str) -> sr.Attention:
     return layer
 
 
-@pytest.mark.parametrize("computed", ["operation", "reference"])
+@pytest.mark.parametrize("computed", ["operation", "formula"])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_layer_is_the_systems(name: str, computed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = built(name)
@@ -281,15 +281,15 @@ def test_a_layer_is_the_systems(name: str, computed: str, monkeypatch: pytest.Mo
     )
     out = FORMULAS[name](layer, x, q, per_head(k), per_head(v))
     expected = layer.o_proj(out.transpose(1, 2).flatten(2))
-    if computed == "reference":
-        monkeypatch.setattr(layer_module, "attention", _by_reference)
+    if computed == "formula":
+        monkeypatch.setattr(layer_module, "attention", _by_formula)
     found = layer(x)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
     assert found.std() > 1e-3
 
 
-def _by_reference(*args: Tensor, state: None, return_state: bool, **options: Tensor) -> Tensor:
-    return reference.attention(*args, **options)
+def _by_formula(*args: Tensor, state: None, return_state: bool, **options: Tensor) -> Tensor:
+    return formula.attention(*args, **options)
 
 
 def test_every_system_has_its_formula() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from cases import WIDENED, Case, Shape, assert_close, make_case
-from softmax_rnn.ops import reference
+from softmax_rnn.ops import formula
 
 NAMES = [name for name, spec in WIDENED.items() if spec.outside == "series"]
 FORTY = Shape(queries=40, keys=40)
@@ -84,11 +84,11 @@ def test_a_state_at_any_split(
 
 @pytest.mark.parametrize("mask", ["none", "gaps", "full"])
 @every_series
-def test_the_reference_in_every_form(name: str, width: int | None, mask: str) -> None:
+def test_the_formula_in_every_form(name: str, width: int | None, mask: str) -> None:
     """Sequences that are shorter than the window and its first keys, and longer ones."""
     for queries, keys in ((4, 4), (17, 19)):
         case = drawn(name, mask, width, Shape(1, 2, 1, queries, keys, width=3, value_width=2))
-        expected = case.run(reference.attention)
+        expected = case.run(formula.attention)
         for form in case.forms:
             assert_close(case.run(sr.attention, form=form), expected, 1e-10, form)
         if mask != "full" and queries == keys:
@@ -177,7 +177,7 @@ def test_small_weights_outside_a_masked_window() -> None:
     shown = torch.ones(1, 1, 1, 20, dtype=torch.bool)
     shown[..., 10:] = False
     case = dataclasses.replace(case, mask=shown)
-    expected = case.run(reference.attention)["out"]
+    expected = case.run(formula.attention)["out"]
     assert expected[:, :, 15:].norm(dim=-1).min() > 0.01
     for form in case.forms:
         found = case.run(sr.attention, torch.float32, form=form)
@@ -231,7 +231,7 @@ def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
 def test_one_of_both_may_be_given() -> None:
     case = drawn("window_taylor_first", width=8)
     del case.tensors["outside_q"]
-    expected = case.run(reference.attention)
+    expected = case.run(formula.attention)
     assert_close(case.run(sr.attention), expected, 1e-10)
     assert_close(by_states(case, (17, 23)), expected, 1e-10)
 

@@ -1,4 +1,4 @@
-"""The feature maps ``phi`` (``reference.feature``) of queries or keys [..., D].
+"""The feature maps ``phi`` (``formula.feature``) of queries or keys [..., D].
 
 ``elu1`` and ``cosine`` return the dtype of sums, since exp(-10) has few digits in 16 bits.
 """

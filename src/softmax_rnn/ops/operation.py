@@ -89,7 +89,7 @@ def attention(
     """The attention of ``spec``: ``o_t = norm(g_out[t] * N_t / D_t)``, ``N_t = sum w_ts g_in v``.
 
     Equations 1 to 6 of the paper, and the systems of ``docs/related-systems.md``;
-    :func:`softmax_rnn.ops.reference.attention` is the same in loops.
+    :func:`softmax_rnn.ops.formula.attention` is the same in loops.
 
     Args:
         q: queries [B, H, T, D].

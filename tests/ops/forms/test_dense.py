@@ -7,7 +7,7 @@ import torch
 
 import softmax_rnn as sr
 from cases import MASKS, VARIANTS, Shape, assert_close, make_case, with_directions
-from softmax_rnn.ops import reference
+from softmax_rnn.ops import formula
 
 SMALL = Shape(batch=1, heads=2, kv_heads=1, queries=5, keys=7, width=4, value_width=3)
 EXTRA = {
@@ -26,7 +26,7 @@ def test_dense_is_the_definition(name: str, causal: bool) -> None:
     spec = EXTRA.get(name) or sr.variant(name)
     for mask in MASKS:
         case = make_case(spec, causal=causal, mask=mask, shape=SMALL)
-        expected = case.run(reference.attention)
+        expected = case.run(formula.attention)
         assert_close(case.run(sr.attention, form="dense"), expected, 1e-10, mask)
 
 

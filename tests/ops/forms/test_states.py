@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import softmax_rnn as sr
 from cases import WIDENED, Case, Shape, assert_close, make_case
-from softmax_rnn.ops import reference
+from softmax_rnn.ops import formula
 from softmax_rnn.ops.work import FEATURES
 from strategies import coefficients, layouts
 
@@ -151,10 +151,10 @@ def test_decays_and_polynomials_in_pieces(name: str, speed: float) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_STATE)
-def test_small_widened_cases_are_the_reference(name: str) -> None:
+def test_small_widened_cases_are_the_formula(name: str) -> None:
     shape = Shape(batch=1, queries=7, keys=7, width=3, value_width=2)
     case = make_case(WIDENED[name], shape=shape)
-    expected = case.run(reference.attention)
+    expected = case.run(formula.attention)
     for form in ("chunked", "recurrent"):
         assert_close(in_pieces(case, [2, 3], form, torch.float64), expected, 1e-10, form)
 

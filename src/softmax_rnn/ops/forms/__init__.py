@@ -1,6 +1,6 @@
 """The forms: ways to compute an attention, with the same signature and the same result.
 
 Every form computes :class:`RowSums` from feature-mapped queries and keys and (gated) values. The
-forms agree up to rounding errors. Tests compare each form with ``reference.attention``;
+forms agree up to rounding errors. Tests compare each form with ``formula.attention``;
 ``dispatch.py`` chooses a form.
 """

@@ -1,6 +1,6 @@
 """The blocked form, for any series: blocks of queries with their visible keys.
 
-It computes the sums of ``reference.attention`` for every spec. Memory is linear in the length: the
+It computes the sums of ``formula.attention`` for every spec. Memory is linear in the length: the
 backward pass recomputes the scores, and only the inputs and the row maxima are saved. Keys that a
 window hides or a decay fades to zero are skipped.
 """

@@ -1,6 +1,6 @@
 """The dense form: all weights at once, quadratic in time and memory.
 
-It computes the sums of ``reference.attention``, and so equations 1 to 6, for every spec. Tests
+It computes the sums of ``formula.attention``, and so equations 1 to 6, for every spec. Tests
 compare the other forms with it.
 """
 

@@ -1,6 +1,6 @@
 """The fused form: the series exp on PyTorch's fused kernels, with their speed and memory use.
 
-It computes the sums of equations 1, 5 and 6 (``reference.attention``) for every exp variant without
+It computes the sums of equations 1, 5 and 6 (``reference.exp_sum``) for every exp variant without
 a clamp, window or decay, on a CPU or a GPU. docs/numerics.md explains the identities that it uses.
 """
 

@@ -1,6 +1,6 @@
 """The native form: the blocked form as C++ for the CPU, compiled at its first use.
 
-It computes the sums of ``reference.attention`` for fixed series. A tile of scores stays in the
+It computes the sums of ``formula.attention`` for fixed series. A tile of scores stays in the
 cache through both products, in both passes. The library is :mod:`native_library`'s.
 """
 

@@ -1,6 +1,6 @@
 """The triton form: the blocked form as Triton kernels, for any series on a GPU.
 
-It computes the sums of ``reference.attention``, and so equations 1 to 6. Memory is linear in the
+It computes the sums of ``formula.attention``, and so equations 1 to 6. Memory is linear in the
 length: in both passes scores and features stay on the chip. Only q, k, v are saved, the running
 sums of the log decays, and the row maxima if exp might overflow. With a window the time is linear,
 too. Decays skip no tiles, since only their values tell which weights are zero. The kernels are

@@ -1,0 +1,186 @@
+"""The whole formula in loops: what every form is held to. docs/design.md explains it.
+
+``attention`` computes every option of :class:`AttentionSpec`, one pair of query and key at a time:
+decays, windows, masks, gates, denominators, sinks, norms. Tests compare every form with it, and its
+gradients with theirs. It is slow and may overflow; use float64. ``reference.py`` has the paper's
+equations by themselves, and the letters of shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from softmax_rnn.ops.spec import AttentionSpec
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    causal: bool = True,
+    mask: Tensor | None = None,
+    input_gate: Tensor | None = None,
+    output_gate: Tensor | None = None,
+    length_power: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    coefficients: Tensor | None = None,
+    sink: Tensor | None = None,
+    outside_scale: Tensor | None = None,
+    outside_q: Tensor | None = None,
+    outside_k: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+) -> Tensor:
+    """The formula of :class:`AttentionSpec` in loops; arguments as :func:`softmax_rnn.attention`.
+
+    With the score ``x_ts = scale * phi(q_t) . phi(k_s)``, clamped from above::
+
+        w_ts = f(x_ts) * exp(g_{s+1} + ... + g_t)
+        N_t = sum_{s visible} w_ts * g_in[s] * v_s
+        o_t = norm(g_out[t] * N_t / D_t)   or   g_out[t] * norm(N_t / D_t)
+
+    A decay per channel multiplies the channels of ``phi(q_t) * phi(k_s)`` instead of ``w_ts``. With
+    a series outside the window, ``f`` is exp for the keys inside it and the first keys; for the
+    others, ``q`` and ``k`` are ``outside_q`` and ``outside_k``.
+
+    Returns:
+        [B, H, T, E]. A row that sees no key has ``N_t = 0`` and no denominator.
+    """
+    batch, heads, queries, _ = q.shape
+    keys, groups = k.shape[2], heads // k.shape[1]
+    near = q, k
+    far = q if outside_q is None else outside_q, k if outside_k is None else outside_k
+    shown = torch.ones(batch, heads, queries, keys, dtype=torch.bool)
+    if mask is not None:
+        shown = shown & mask
+    out = torch.zeros(batch, heads, queries, v.shape[-1], dtype=q.dtype)
+    rows = [(b, h, t) for b in range(batch) for h in range(heads) for t in range(queries)]
+    for b, h, t in rows:
+        kv_head = h // groups
+        position = t + keys - queries  # of the query among the keys
+        own_coefficients = None if coefficients is None else coefficients[h]
+        seen = shown[b, h // groups * groups : (h // groups + 1) * groups].any(0).any(0)
+        first = (shown[b].any(0).any(0).nonzero().flatten()[: spec.global_keys]).tolist()
+        numerator = torch.zeros(v.shape[-1], dtype=q.dtype)
+        weight_sum = torch.zeros((), dtype=q.dtype)
+        length = 0
+        for s in range(keys):
+            if not shown[b, h, t, s] or (causal and s > position):
+                continue
+            inside = spec.window is None or s > position - spec.window or s in first
+            if not inside and spec.outside == "hidden":
+                continue
+            fade = torch.zeros((), dtype=q.dtype)  # g_{s+1} + ... + g_t, of the keys that are seen
+            if log_decay is not None:
+                each = log_decay[:, None] if spec.decay == "head" else log_decay[b]
+                each = each[kv_head].expand(keys, *each.shape[2:])
+                fade = (each * seen.view(-1, *[1] * (each.ndim - 1)))[s + 1 : position + 1].sum(0)
+            all_q, all_k = near if inside else far
+            product = feature(spec, all_q[b, h, t]) * feature(spec, all_k[b, kv_head, s])
+            scale = score_scale(spec, len(product))
+            if spec.decay == "channel":
+                product, fade = product * fade.exp(), torch.zeros((), dtype=q.dtype)
+            x = scale * product.sum()
+            if inside and spec.outside == "series":
+                w = x.exp()
+            else:
+                w = weight(spec, x, own_coefficients)
+            if not inside and outside_scale is not None:
+                w = outside_scale[h] * w
+            w = w * fade.exp()
+            gate_in = 1.0 if input_gate is None else input_gate[b, kv_head, s]
+            numerator = numerator + w * gate_in * v[b, kv_head, s]
+            weight_sum = weight_sum + w
+            length += 1
+        row = numerator
+        if length:
+            power = None if length_power is None else length_power[h]
+            height = None if sink is None else sink[h]
+            row = row / denominator(spec, weight_sum, length, power, height)
+        gate_out = 1.0 if output_gate is None else output_gate[b, h, t]
+        if spec.output_gate == "before_norm":
+            row = norm(spec, gate_out * row, norm_weight, norm_bias)
+        else:
+            row = gate_out * norm(spec, row, norm_weight, norm_bias)
+        out[b, h, t] = row
+    return out
+
+
+def score_scale(spec: AttentionSpec, width: int) -> float:
+    """``1 / sqrt(d)`` for the identity map, 1 for the others, unless the spec sets a number."""
+    if isinstance(spec.scale, int | float):
+        return spec.scale
+    mapped = spec.scale is None and spec.feature_map != "identity"
+    return 1.0 if mapped else 1 / math.sqrt(width)
+
+
+def feature(spec: AttentionSpec, x: Tensor) -> Tensor:
+    """``phi`` of one vector."""
+    if spec.feature_map == "identity":
+        return x
+    if spec.feature_map == "elu1":
+        return torch.where(x > 0, x + 1, x.exp())
+    if spec.feature_map == "relu":
+        return x.clamp(min=0)
+    return x / x.norm()
+
+
+def weight(spec: AttentionSpec, x: Tensor, coefficients: Tensor | None = None) -> Tensor:
+    """``f`` of a score: exp, a single power, exp's series up to an order, or any polynomial."""
+    if spec.clamp is not None:
+        x = x.clamp(max=spec.clamp)
+    if spec.series == "exp":
+        return x.exp()
+    assert spec.order is not None
+    if spec.series == "power":
+        return x**spec.order
+    factors: Any = [1 / math.factorial(n) for n in range(spec.order + 1)]
+    if spec.series == "polynomial":
+        factors = spec.coefficients if coefficients is None else coefficients
+    return sum((a * x**n for n, a in enumerate(factors)), torch.zeros_like(x))
+
+
+def denominator(
+    spec: AttentionSpec,
+    weight_sum: Tensor,
+    length: int,
+    length_power: Tensor | None,
+    sink: Tensor | None = None,
+) -> Tensor | float:
+    """``D_t``, from the sum of weights and the number of visible keys."""
+    if spec.denominator == "learned_length":
+        assert length_power is not None
+        return length**length_power
+    total = weight_sum + spec.epsilon
+    if spec.floor:
+        total = total.clamp(min=spec.floor)
+    choices: dict[str, Tensor | float] = {
+        "sum": total,
+        "detached_sum": total.detach(),
+        "clamped_sum": weight_sum.clamp(min=1.0),
+        "sum_plus_one": weight_sum + 1,
+        "sum_plus_sink": weight_sum if sink is None else weight_sum + sink.exp(),
+        "length": float(length),
+        "none": 1.0,
+    }
+    return choices[spec.denominator]
+
+
+def norm(spec: AttentionSpec, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The norm of one output vector; RMS and layer norms have a weight and a bias [e] after it."""
+    if spec.norm == "l2":
+        return x / x.norm() if x.any() else x
+    if spec.norm == "layer":
+        x = x - x.mean()
+    if spec.norm in ("rms", "layer"):
+        eps = {"layer": 1e-5, "rms": 2.0**-23}[spec.norm]
+        x = x / (x.pow(2).mean() + eps).sqrt()
+    x = x if weight is None else weight * x
+    return x if bias is None else x + bias
