@@ -59,6 +59,10 @@ CASES: dict[str, tuple[sr.AttentionSpec | str, Tensor]] = {
         plain(series="taylor", order=3),
         reference.exp_sum_by_rnns(Q, K, V, 3),
     ),
+    "section 3.1, numerator in chunks": (
+        plain(series="taylor", order=2),
+        reference.exp_sum_by_chunks(Q, K, V, 2, chunk=4),
+    ),
 }
 
 

@@ -1,6 +1,6 @@
 """One chunk of the chunked form: functions of tensors.
 
-They compute one step of section 3.1's recurrence (``reference.power_rnn``) for all powers together.
+They compute one step of ``reference.exp_sum_by_chunks`` (section 3.1) for all powers together.
 Each token is a column; the query heads of one key head are adjacent. Shapes: queries
 [N, D, G * L], keys [N, D, L], value channels [N, C, L], sums [N, C, G * L], state [N, C, rows].
 ``fading.py`` has the factors of decays.

@@ -1,6 +1,6 @@
 """The chunked form, for a finite series: a state between chunks, scores within chunks.
 
-It computes section 3.1's recurrence (``reference.power_rnn``), one chunk of tokens at a time, with
+It computes section 3.1 (``reference.exp_sum_by_chunks``), one chunk of tokens at a time, with
 all powers stacked in one state. Time is linear in the length. The monomials of a chunk's keys times
 its values are added to the state. The monomials of a chunk's queries are multiplied by the state of
 all earlier keys; keys of the same chunk are weighted by their scores. The weight sum is an
