@@ -8,6 +8,7 @@ equations by themselves, and the letters of shapes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -53,50 +54,45 @@ def attention(
     Returns:
         [B, H, T, E]. A row that sees no key has ``N_t = 0`` and no denominator.
     """
-    batch, heads, queries, _ = q.shape
-    keys, groups = k.shape[2], heads // k.shape[1]
-    near = q, k
-    far = q if outside_q is None else outside_q, k if outside_k is None else outside_k
-    shown = torch.ones(batch, heads, queries, keys, dtype=torch.bool)
+    (B, H, T, _), (_, Hkv, S, E) = q.shape, v.shape
+    group = H // Hkv
+    far_q = q if outside_q is None else outside_q
+    far_k = k if outside_k is None else outside_k
+    shown = torch.ones(B, H, T, S, dtype=torch.bool)
     if mask is not None:
         shown = shown & mask
-    out = torch.zeros(batch, heads, queries, v.shape[-1], dtype=q.dtype)
-    rows = [(b, h, t) for b in range(batch) for h in range(heads) for t in range(queries)]
-    for b, h, t in rows:
-        kv_head = h // groups
-        position = t + keys - queries  # of the query among the keys
+    out = torch.zeros(B, H, T, E, dtype=q.dtype)
+    for b, h, t in itertools.product(range(B), range(H), range(T)):
+        hkv = h // group
+        position = t + S - T  # of the query among the keys
         own_coefficients = None if coefficients is None else coefficients[h]
-        seen = shown[b, h // groups * groups : (h // groups + 1) * groups].any(0).any(0)
         first = (shown[b].any(0).any(0).nonzero().flatten()[: spec.global_keys]).tolist()
-        numerator = torch.zeros(v.shape[-1], dtype=q.dtype)
+        shown_to_group = shown[b, hkv * group : (hkv + 1) * group].any(0).any(0)
+        log_decays = decays_of_head(spec, log_decay, b, hkv, shown_to_group)
+        numerator = torch.zeros(E, dtype=q.dtype)
         weight_sum = torch.zeros((), dtype=q.dtype)
         length = 0
-        for s in range(keys):
+        for s in range(S):
             if not shown[b, h, t, s] or (causal and s > position):
                 continue
             inside = spec.window is None or s > position - spec.window or s in first
             if not inside and spec.outside == "hidden":
                 continue
-            fade = torch.zeros((), dtype=q.dtype)  # g_{s+1} + ... + g_t, of the keys that are seen
-            if log_decay is not None:
-                each = log_decay[:, None] if spec.decay == "head" else log_decay[b]
-                each = each[kv_head].expand(keys, *each.shape[2:])
-                fade = (each * seen.view(-1, *[1] * (each.ndim - 1)))[s + 1 : position + 1].sum(0)
-            all_q, all_k = near if inside else far
-            product = feature(spec, all_q[b, h, t]) * feature(spec, all_k[b, kv_head, s])
-            scale = score_scale(spec, len(product))
-            if spec.decay == "channel":
-                product, fade = product * fade.exp(), torch.zeros((), dtype=q.dtype)
-            x = scale * product.sum()
+            # All decays after the key's, up to the query's own.
+            fade = log_decays[s + 1 : position + 1].sum(0).exp()
+            of_channels, of_weight = (fade, 1.0) if spec.decay == "channel" else (1.0, fade)
+            all_q, all_k = (q, k) if inside else (far_q, far_k)
+            product = feature(spec, all_q[b, h, t]) * feature(spec, all_k[b, hkv, s])
+            x = score_scale(spec, len(product)) * (product * of_channels).sum()
             if inside and spec.outside == "series":
                 w = x.exp()
             else:
                 w = weight(spec, x, own_coefficients)
             if not inside and outside_scale is not None:
                 w = outside_scale[h] * w
-            w = w * fade.exp()
-            gate_in = 1.0 if input_gate is None else input_gate[b, kv_head, s]
-            numerator = numerator + w * gate_in * v[b, kv_head, s]
+            w = w * of_weight
+            gate_in = 1.0 if input_gate is None else input_gate[b, hkv, s]
+            numerator = numerator + w * gate_in * v[b, hkv, s]
             weight_sum = weight_sum + w
             length += 1
         row = numerator
@@ -111,6 +107,16 @@ def attention(
             row = gate_out * norm(spec, row, norm_weight, norm_bias)
         out[b, h, t] = row
     return out
+
+
+def decays_of_head(
+    spec: AttentionSpec, log_decay: Tensor | None, b: int, hkv: int, shown: Tensor
+) -> Tensor:
+    """The log decays [S] or [S, D] of one head's keys; 0 for keys that no query head sees."""
+    if log_decay is None:
+        return torch.zeros(len(shown))
+    each = log_decay[hkv].expand(len(shown)) if spec.decay == "head" else log_decay[b, hkv]
+    return each * shown.view(-1, *[1] * (each.ndim - 1))
 
 
 def score_scale(spec: AttentionSpec, width: int) -> float:
