@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fuzzing import snapshot, time_limit
 from softmax_rnn import training
-from softmax_rnn.analysis import analyze
+from softmax_rnn.analysis.heads import analyze
 from softmax_rnn.cli import generate
 from softmax_rnn.cli.main import main
 from softmax_rnn.experiments import scheduler

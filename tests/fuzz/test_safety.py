@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import softmax_rnn
-from softmax_rnn.analysis.analyze import analyze_checkpoint
+from softmax_rnn.analysis.heads.analyze import analyze_checkpoint
 from softmax_rnn.cli.generate import generate
 from softmax_rnn.data import load_tokenizer
 from softmax_rnn.data.tokenizer import byte_tokenizer

@@ -1,1 +1,1 @@
-"""Which powers of exp's series the heads of a trained model use."""
+"""The heads of trained decoders, the evaluation of any model, and what a state can hold."""

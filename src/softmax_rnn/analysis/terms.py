@@ -10,9 +10,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from softmax_rnn.analysis.inputs import HeadInputs
-from softmax_rnn.analysis.orders import Rows, add_errors, chebyshev, summed, taylor
-from softmax_rnn.analysis.weights import WeightSums
+from softmax_rnn.analysis.heads.inputs import HeadInputs
+from softmax_rnn.analysis.heads.orders import Rows, add_errors, chebyshev, summed, taylor
+from softmax_rnn.analysis.heads.weights import WeightSums
 from softmax_rnn.ops.decay import fade_
 from softmax_rnn.ops.series import MAX_RADIUS, order_for
 

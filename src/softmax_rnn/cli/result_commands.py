@@ -103,10 +103,10 @@ def _analyze_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
 def _analyze(parsed: Namespace) -> int:
     from transformers.utils.logging import disable_progress_bar
 
-    from softmax_rnn.analysis.analyze import analyze_checkpoint
-    from softmax_rnn.analysis.figure import draw
-    from softmax_rnn.analysis.result import write
-    from softmax_rnn.analysis.table import table
+    from softmax_rnn.analysis.heads.analyze import analyze_checkpoint
+    from softmax_rnn.analysis.heads.figure import draw
+    from softmax_rnn.analysis.heads.result import write
+    from softmax_rnn.analysis.heads.table import table
     from softmax_rnn.models.loading import HUB
 
     options = parsed.as_dict()

@@ -19,11 +19,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import softmax_rnn as sr
 from head_loops import MAX_ORDER, ORDER, ORDERS, TOLERANCE, Call, by_loops
-from softmax_rnn.analysis import orders, terms
-from softmax_rnn.analysis.analyze import analyze, analyze_checkpoint
-from softmax_rnn.analysis.figure import draw
-from softmax_rnn.analysis.result import Analysis, write
-from softmax_rnn.analysis.table import table
+from softmax_rnn.analysis import terms
+from softmax_rnn.analysis.heads import orders
+from softmax_rnn.analysis.heads.analyze import analyze, analyze_checkpoint
+from softmax_rnn.analysis.heads.figure import draw
+from softmax_rnn.analysis.heads.result import Analysis, write
+from softmax_rnn.analysis.heads.table import table
 from softmax_rnn.data import TaskRows, TokenBlocks, parse_task
 from softmax_rnn.data.tokenizer import byte_tokenizer
 from softmax_rnn.ops import layer_core as layer_module

@@ -31,8 +31,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from softmax_rnn._utils.progress import ProgressBar
-from softmax_rnn.analysis.inputs import HeadInputs, attention_layers, observed
-from softmax_rnn.analysis.result import Analysis
+from softmax_rnn.analysis.heads.inputs import HeadInputs, attention_layers, observed
+from softmax_rnn.analysis.heads.result import Analysis
 from softmax_rnn.analysis.terms import LayerTerms
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.opening import open_model

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from softmax_rnn.analysis.result import Analysis
+from softmax_rnn.analysis.heads.result import Analysis
 from softmax_rnn.report.figure import save
 from softmax_rnn.report.style import LOOK
 

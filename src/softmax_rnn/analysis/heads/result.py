@@ -13,7 +13,7 @@ from softmax_rnn.ops.spec import AttentionSpec
 
 @dataclass(frozen=True)
 class Analysis:
-    """The result of :func:`softmax_rnn.analysis.analyze.analyze`.
+    """The result of :func:`softmax_rnn.analysis.heads.analyze.analyze`.
 
     Attributes:
         heads: one row per layer and head, with the columns ``layer``, ``head``, ``max_score`` (the

@@ -7,9 +7,9 @@ from collections.abc import Collection
 import pandas as pd
 from rich.table import Table
 
-from softmax_rnn.analysis.result import Analysis
+from softmax_rnn.analysis.heads.result import Analysis
+from softmax_rnn.analysis.heads.weights import RECENT_KEYS
 from softmax_rnn.analysis.terms import ORDERS, PERCENTILE
-from softmax_rnn.analysis.weights import RECENT_KEYS
 from softmax_rnn.report.terminal import terminal_table
 
 _MAX_ROWS = 40  # with more heads there is a row per layer

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softmax_rnn.analysis.orders import Rows
+from softmax_rnn.analysis.heads.orders import Rows
 
 RECENT_KEYS = 16  # the keys of ``recent_share``, the query's own among them
 
