@@ -165,7 +165,7 @@ def _terminated() -> None:
 
 
 STOPS = {
-    "scores": "analysis.terms.LayerTerms.add",
+    "scores": "analysis.heads.terms.LayerTerms.add",
     "fit": "analysis.initial_values.relative_errors",
     "losses": "analysis.evaluation.token_losses",
     "heads": "analysis.converted_heads.relative_errors",

@@ -19,8 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import softmax_rnn as sr
 from head_loops import MAX_ORDER, ORDER, ORDERS, TOLERANCE, Call, by_loops
-from softmax_rnn.analysis import terms
-from softmax_rnn.analysis.heads import orders
+from softmax_rnn.analysis.heads import orders, terms
 from softmax_rnn.analysis.heads.analyze import analyze, analyze_checkpoint
 from softmax_rnn.analysis.heads.figure import draw
 from softmax_rnn.analysis.heads.result import Analysis, write

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from converted_families import REFUSED, converted, refused, source
-from softmax_rnn.analysis import terms
+from softmax_rnn.analysis.heads import terms
 from softmax_rnn.analysis.heads.analyze import analyze
 from softmax_rnn.analysis.heads.weights import RECENT_KEYS
 from softmax_rnn.models import from_llama

@@ -14,7 +14,7 @@ import softmax_rnn as sr
 from head_loops import ORDERS, by_loops
 from softmax_rnn.analysis.heads.inputs import HeadInputs
 from softmax_rnn.analysis.heads.orders import Rows, Terms, add_errors, chebyshev, summed, taylor
-from softmax_rnn.analysis.terms import LayerTerms
+from softmax_rnn.analysis.heads.terms import LayerTerms
 
 HIDDEN = torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 SHOWN = torch.ones(1, 24, dtype=torch.bool)

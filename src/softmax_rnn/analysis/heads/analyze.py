@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from softmax_rnn._utils.progress import ProgressBar
 from softmax_rnn.analysis.heads.inputs import HeadInputs, attention_layers, observed
 from softmax_rnn.analysis.heads.result import Analysis
-from softmax_rnn.analysis.terms import LayerTerms
+from softmax_rnn.analysis.heads.terms import LayerTerms
 from softmax_rnn.training import RunConfig
 from softmax_rnn.training.opening import open_model
 from softmax_rnn.training.run import load_rows

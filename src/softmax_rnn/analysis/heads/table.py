@@ -8,8 +8,8 @@ import pandas as pd
 from rich.table import Table
 
 from softmax_rnn.analysis.heads.result import Analysis
+from softmax_rnn.analysis.heads.terms import ORDERS, PERCENTILE
 from softmax_rnn.analysis.heads.weights import RECENT_KEYS
-from softmax_rnn.analysis.terms import ORDERS, PERCENTILE
 from softmax_rnn.report.terminal import terminal_table
 
 _MAX_ROWS = 40  # with more heads there is a row per layer
