@@ -44,10 +44,10 @@ from softmax_rnn.ops.work import Sizes, chunk_length, chunks_pay
 _FEW_PAIRS = 1024
 # From so many queries on the C++ of pairs is faster than PyTorch's fused kernels.
 _BESIDE_FUSED = 160
-_SHORTEST_IN_CPP = (
-    16  # tokens of a chunk; operations on all heads are about as fast for shorter ones
-)
-_LEAST_HEADS = 0.25  # for each thread of the chunks in C++; else operations on all heads are faster
+# The chunks in C++ pay from so many tokens of a chunk on, and from so many heads for each thread:
+# with fewer, operations on all heads are as fast.
+_SHORTEST_IN_CPP = 16
+_LEAST_HEADS = 0.25
 # The tolerance of the Taylor series that the error for exp suggests.
 _TOLERANCE = 1e-3
 # Bytes of the largest state that it suggests.
