@@ -8,7 +8,7 @@ from transformers.cache_utils import DynamicCache
 
 from softmax_rnn import SoftmaxRNNConfig, SoftmaxRNNForCausalLM
 from softmax_rnn.models.attention import LlamaAttention
-from softmax_rnn.ops import layer_core
+from softmax_rnn.ops import operation
 
 
 def test_an_additive_mask_is_read_as_a_boolean_one() -> None:
@@ -38,10 +38,8 @@ def test_a_decoded_token_of_softmax_is_one_call(name: str, monkeypatch: pytest.M
     )  # fmt: skip
     model = SoftmaxRNNForCausalLM(config).double().eval()
     ids, general = torch.randint(11, (2, 9)), []
-    attend = layer_core.attention
-    monkeypatch.setattr(
-        layer_core, "attention", lambda *x, **y: general.append(1) or attend(*x, **y)
-    )
+    in_steps = operation._in_steps
+    monkeypatch.setattr(operation, "_in_steps", lambda *x: general.append(1) or in_steps(*x))
     for shown in (torch.ones(2, 9), torch.tensor([[0] * 2 + [1] * 7, [1] * 9])):
         with torch.no_grad():
             expected = model(ids, attention_mask=shown, use_cache=False).logits[:, -1]
