@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Of the tests. Some wait for other processes, so these are more than cores.
-WORKERS ?= 3
+# Tests at a time: one for each of two cores.
+WORKERS ?= 2
 # Training runs share the cores out themselves.
 export TOKENIZERS_PARALLELISM ?= false
 

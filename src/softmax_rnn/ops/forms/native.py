@@ -196,8 +196,8 @@ def _run(
 def _rows(x: Tensor) -> Tensor:
     """The tensor with rows as a matrix product takes them."""
     rows, width = x.shape[2:]
-    fits = x.stride(3) == 1 and (rows == 1 or width <= x.stride(2) <= _INTS)
-    return x if fits else x.contiguous()
+    taken = x.stride(3) == 1 and (rows == 1 or width <= x.stride(2) <= _INTS)
+    return x if taken else x.contiguous()
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
