@@ -54,7 +54,7 @@ def start(
         environment: variables in addition to those of this process.
     """
     variables = {**os.environ, **(environment or {})}
-    imports = ["softmax_rnn.cli.parser", "softmax_rnn.experiments.conversion"]
+    imports = ["softmax_rnn.cli.parser", "softmax_rnn.conversion.stages"]
     return processes.start(_work, words, before, log=log, environment=variables, preload=imports)
 
 

@@ -31,10 +31,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 multiprocessing.set_forkserver_preload(
     [
         "pytest",
-        "softmax_rnn.analysis.conversion_report",
+        "softmax_rnn.conversion.report",
         "softmax_rnn.cli.parser",
         "softmax_rnn.cli.run_commands",
-        "softmax_rnn.experiments.conversion",
+        "softmax_rnn.conversion.stages",
         "softmax_rnn.training.run",
     ]
 )

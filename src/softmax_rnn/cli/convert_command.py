@@ -68,8 +68,8 @@ def _options(parser: ArgumentParser, _: dict[str, Any]) -> None:
 def _convert(parsed: Namespace) -> int:
     from transformers.utils.logging import disable_progress_bar
 
-    from softmax_rnn.experiments.conversion import Conversion, timed
-    from softmax_rnn.experiments.conversion_plan import conversion_table
+    from softmax_rnn.conversion.plan import conversion_table
+    from softmax_rnn.conversion.stages import Conversion, timed
     from softmax_rnn.experiments.costs import chosen_gpu
 
     disable_progress_bar()  # it would cover our own
@@ -89,7 +89,7 @@ def _convert(parsed: Namespace) -> int:
     left = time_left(stop_after(parsed))
     conversion.execute(parsed.stages, left)
     if "report" in parsed.stages and os.environ.get("RANK", "0") == "0":
-        from softmax_rnn.analysis.conversion_report import report
+        from softmax_rnn.conversion.report import report
 
         with timed("report"), StopRequest(left()):
             stages, settings, out = conversion.models, conversion.finetune, conversion.out

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from softmax_rnn._utils.errors import require_choice
 from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.cli.command import CACHES
+from softmax_rnn.conversion.model import ConvertedModel
 from softmax_rnn.models import SoftmaxRNNForCausalLM
 from softmax_rnn.models.cache import (
     RecurrentCache,
@@ -20,7 +21,6 @@ from softmax_rnn.models.cache import (
     key_value_bytes,
     recurrent_bytes,
 )
-from softmax_rnn.models.converted import ConvertedModel
 from softmax_rnn.training.opening import open_model
 
 

@@ -103,8 +103,8 @@ def conversion_cost(config: ConversionConfig, gpu: str | None) -> Cost:
     operations per parameter), and forward and backward through the new attention. Training LoRA's
     additions takes 4 operations per parameter, training all weights 6, and distillation 2 more.
     """
+    from softmax_rnn.conversion.trainable import check_length
     from softmax_rnn.models.loading import meta_model  # slow to import
-    from softmax_rnn.training.conversion import check_length
 
     model = meta_model(config.source)
     sizes = model.config

@@ -10,10 +10,10 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra("hf", "softmax_rnn.models", error) from error
 
+from softmax_rnn.conversion.convert import convert
+from softmax_rnn.conversion.llama import from_llama
 from softmax_rnn.models.cache import RecurrentCache
 from softmax_rnn.models.configuration import SoftmaxRNNConfig
-from softmax_rnn.models.conversion import from_llama
-from softmax_rnn.models.family_conversion import convert
 from softmax_rnn.models.initialization import initialize
 from softmax_rnn.models.modeling import SoftmaxRNNForCausalLM, SoftmaxRNNModel
 from softmax_rnn.sizes import SIZES

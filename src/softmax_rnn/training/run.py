@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from softmax_rnn._utils.files import make_writable, remove_leftovers, write_json
 from softmax_rnn._utils.integrity import sha256
 from softmax_rnn._utils.progress import notice
+from softmax_rnn.conversion.trainable import conversion_model
 from softmax_rnn.data import (
     SPLITS,
     DocumentRows,
@@ -42,7 +43,6 @@ from softmax_rnn.models.loading import HUB
 from softmax_rnn.training import compilation
 from softmax_rnn.training.checkpoint import newest_whole, read_progress
 from softmax_rnn.training.config import ConversionConfig, RunConfig, TrainingConfig
-from softmax_rnn.training.conversion import conversion_model
 from softmax_rnn.training.distributed import leaving_its_group, require_a_group, together
 from softmax_rnn.training.environment import environment, peak_memory
 from softmax_rnn.training.folder import RunFolder

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from softmax_rnn.models.converted import ConvertedModel
-from softmax_rnn.models.converted_layer import ConvertedLayer
-from softmax_rnn.models.family_conversion import softmax_layers
+from softmax_rnn.conversion.convert import softmax_layers
+from softmax_rnn.conversion.layer import ConvertedLayer
+from softmax_rnn.conversion.model import ConvertedModel
 from softmax_rnn.ops.decay import per_key_decay
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.row_sums import compute_dtype, visible

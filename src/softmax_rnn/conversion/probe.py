@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from softmax_rnn.models.converted_layer import INPUTS, pass_inputs, recorded_calls
-from softmax_rnn.models.rotations import rotation_of
+from softmax_rnn.conversion.layer import INPUTS, pass_inputs, recorded_calls
+from softmax_rnn.conversion.rotations import rotation_of
 
 _TOKENS = 8  # enough positions to tell the ways to rotate apart
 

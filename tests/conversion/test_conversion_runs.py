@@ -13,18 +13,18 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from softmax_rnn.data import load_tokenizer
-from softmax_rnn.models.converted_layer import as_source, converted_layers, substituted
-from softmax_rnn.training.config import ConversionConfig, RunConfig, load_config
-from softmax_rnn.training.conversion import conversion_model
-from softmax_rnn.training.folder import RunFolder
-from softmax_rnn.training.loop import Loop
-from softmax_rnn.training.objectives import (
+from softmax_rnn.conversion.layer import as_source, converted_layers, substituted
+from softmax_rnn.conversion.objectives import (
     AttentionTransfer,
     Distillation,
     objective,
     relative_errors,
 )
+from softmax_rnn.conversion.trainable import conversion_model
+from softmax_rnn.data import load_tokenizer
+from softmax_rnn.training.config import ConversionConfig, RunConfig, load_config
+from softmax_rnn.training.folder import RunFolder
+from softmax_rnn.training.loop import Loop
 from softmax_rnn.training.opening import open_model
 from softmax_rnn.training.run import load_rows, train
 from sources import save_source

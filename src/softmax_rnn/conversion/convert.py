@@ -12,10 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from softmax_rnn.models.converted import converted_config, converted_model, register
-from softmax_rnn.models.converted_layer import PROBE, Call, ConvertedLayer, inputs_of
-from softmax_rnn.models.converted_record import ConvertedAttention
-from softmax_rnn.models.family_checks import (
+from softmax_rnn.conversion.checks import (
     attached,
     check_call,
     check_model,
@@ -25,7 +22,10 @@ from softmax_rnn.models.family_checks import (
     examined,
     implementation,
 )
-from softmax_rnn.models.rotation_probe import rotations
+from softmax_rnn.conversion.layer import PROBE, Call, ConvertedLayer, inputs_of
+from softmax_rnn.conversion.model import converted_config, converted_model, register
+from softmax_rnn.conversion.probe import rotations
+from softmax_rnn.conversion.record import ConvertedAttention
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.systems import Variant
 from softmax_rnn.ops.variants import resolve_layer

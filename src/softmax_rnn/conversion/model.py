@@ -31,10 +31,10 @@ from transformers.conversion_mapping import (
 from transformers.models.auto import modeling_auto
 
 from softmax_rnn._utils.errors import shown
+from softmax_rnn.conversion.cache import KeyValueLayer, StateLayer
+from softmax_rnn.conversion.layer import CONVERTED, ConvertedLayer
+from softmax_rnn.conversion.record import ConvertedAttention
 from softmax_rnn.models.cache import RecurrentCache, state_bytes
-from softmax_rnn.models.converted_cache import KeyValueLayer, StateLayer
-from softmax_rnn.models.converted_layer import CONVERTED, ConvertedLayer
-from softmax_rnn.models.converted_record import ConvertedAttention
 from softmax_rnn.models.generation import OwnCacheGeneration, with_own_cache
 from softmax_rnn.models.initialization import reset_unloaded
 

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from softmax_rnn._utils.files import write_json, write_text
 from softmax_rnn._utils.progress import ProgressBar
-from softmax_rnn.analysis.conversion_measures import (
+from softmax_rnn.conversion.measures import (
     PROMPT,
     SAMPLES,
     STATE_OFF,
@@ -27,12 +27,12 @@ from softmax_rnn.analysis.conversion_measures import (
     Findings,
     measurements,
 )
+from softmax_rnn.conversion.trainable import weights_hash
 from softmax_rnn.report.figure import save
 from softmax_rnn.report.markdown import table as markdown_table
 from softmax_rnn.report.style import LOOK
 from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training.config import ConversionConfig
-from softmax_rnn.training.conversion import weights_hash
 from softmax_rnn.training.environment import environment
 from softmax_rnn.training.matmul import widest_float32_products
 from softmax_rnn.training.opening import open_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from softmax_rnn.models.rotations import ROTATIONS, rotation_of, unrotated
+from softmax_rnn.conversion.rotations import ROTATIONS, rotation_of, unrotated
 
 TOKENS, WIDTH = 8, 8
 

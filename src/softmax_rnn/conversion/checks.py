@@ -16,12 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from softmax_rnn._utils.errors import shown
-from softmax_rnn.models.converted import (
-    ConvertedModel,
-    converted_config,
-    converted_model,
-)
-from softmax_rnn.models.converted_layer import (
+from softmax_rnn.conversion.layer import (
     CONVERTED,
     INPUTS,
     PART,
@@ -33,7 +28,12 @@ from softmax_rnn.models.converted_layer import (
     pass_inputs,
     recorded_calls,
 )
-from softmax_rnn.models.converted_record import ConvertedAttention
+from softmax_rnn.conversion.model import (
+    ConvertedModel,
+    converted_config,
+    converted_model,
+)
+from softmax_rnn.conversion.record import ConvertedAttention
 from softmax_rnn.ops.spec import AttentionSpec
 
 _SOFTMAX = AttentionSpec().to_dict()

@@ -20,8 +20,8 @@ from converted_families import (
     converted,
     source,
 )
+from softmax_rnn.conversion.cache import StateLayer
 from softmax_rnn.models.cache import state_bytes
-from softmax_rnn.models.converted_cache import StateLayer
 from test_modeling import GREEDY, HYBRID, build
 
 

@@ -33,18 +33,18 @@ from softmax_rnn._utils.files import make_writable, write_json, write_text
 from softmax_rnn._utils.integrity import MANIFEST, damage, seal, sha256
 from softmax_rnn._utils.plain_yaml import format_yaml, parse_yaml
 from softmax_rnn._utils.progress import ProgressBar, notice
-from softmax_rnn.analysis.conversion_report import Stage
 from softmax_rnn.analysis.heads.analyze import analyze
 from softmax_rnn.analysis.heads.figure import draw
 from softmax_rnn.analysis.heads.result import Analysis, write
-from softmax_rnn.analysis.initial_values import fit_initial_values
+from softmax_rnn.conversion.initial_values import fit_initial_values
+from softmax_rnn.conversion.layer import converted_layers
+from softmax_rnn.conversion.lora import require_peft
+from softmax_rnn.conversion.report import Stage
+from softmax_rnn.conversion.trainable import converted_source, weights_hash
 from softmax_rnn.experiments.compare import read_variant
-from softmax_rnn.models.converted_layer import converted_layers
 from softmax_rnn.training.checkpoint import PROGRESS, STATE, newest_whole
 from softmax_rnn.training.config import STAGES, ConversionConfig
-from softmax_rnn.training.conversion import converted_source, weights_hash
 from softmax_rnn.training.folder import RunFolder
-from softmax_rnn.training.lora import require_peft
 from softmax_rnn.training.opening import check_source, open_model
 from softmax_rnn.training.run import load_rows, run_tokenizer, train
 from softmax_rnn.training.stopping import StopRequest

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from softmax_rnn._utils.errors import shown, unknown
-from softmax_rnn.models.rotations import NO_POSITIONS, ROTATIONS
+from softmax_rnn.conversion.rotations import NO_POSITIONS, ROTATIONS
 from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.spec import INVERSE_SQRT, AttentionSpec, Denominator
 
@@ -34,9 +34,8 @@ class ConvertedAttention:
         causal: whether a query sees no later key.
         sliding_window: the family's window, applied by its masks; ``None`` without one.
         sinks: whether the family has attention sinks, learned per head.
-        rotation: how the family rotates queries and keys, a key of
-            :data:`softmax_rnn.models.rotations.ROTATIONS`; known where the layer's feature map is
-            before rotary positions (``map_before_rotary``).
+        rotation: how the family rotates queries and keys, a key of ``ROTATIONS`` (rotations.py);
+            known where the layer's feature map is before rotary positions (``map_before_rotary``).
     """
 
     module: str

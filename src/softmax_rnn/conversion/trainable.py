@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from softmax_rnn.conversion.layer import ConvertedLayer, converted_layers
+from softmax_rnn.conversion.lora import add_lora
+from softmax_rnn.conversion.model import ConvertedModel
 from softmax_rnn.models import convert
-from softmax_rnn.models.converted import ConvertedModel
-from softmax_rnn.models.converted_layer import ConvertedLayer, converted_layers
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.training.config import ConversionConfig
-from softmax_rnn.training.lora import add_lora
 from softmax_rnn.training.opening import open_model
 
 

@@ -25,8 +25,8 @@ from converted_families import (
     source,
 )
 from quick import first_quick
+from softmax_rnn.conversion.cache import KeyValueLayer, StateLayer
 from softmax_rnn.models import from_llama
-from softmax_rnn.models.converted_cache import KeyValueLayer, StateLayer
 from softmax_rnn.models.modeling import checkpoint_activations
 from test_modeling import GREEDY, NAMES
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from softmax_rnn._utils.errors import missing_extra
-from softmax_rnn.models.converted_layer import ConvertedLayer
+from softmax_rnn.conversion.layer import ConvertedLayer
 
 _NAME = "default"  # peft's own for a single adapter
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from softmax_rnn.conversion.layer import Attending, as_source, substituted
+from softmax_rnn.conversion.lora import without_lora
 from softmax_rnn.data.rows import IGNORED
-from softmax_rnn.models.converted_layer import Attending, as_source, substituted
 from softmax_rnn.training.config import ConversionConfig, TrainingConfig
-from softmax_rnn.training.lora import without_lora
 
 
 class NextToken(nn.Module):

@@ -18,14 +18,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import softmax_rnn.analysis.conversion_report as conversion_report
-import softmax_rnn.experiments.conversion as conversion
-import softmax_rnn.experiments.conversion_plan as conversion_plan
+import softmax_rnn.conversion.plan as conversion_plan
+import softmax_rnn.conversion.report as conversion_report
+import softmax_rnn.conversion.stages as conversion
 from processes import ended, kill, start
 from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn.analysis.evaluation import evaluate
 from softmax_rnn.cli.main import main
-from softmax_rnn.experiments.conversion import Conversion
+from softmax_rnn.conversion.stages import Conversion
 from softmax_rnn.training.loop import Loop
 from softmax_rnn.training.opening import open_model
 from sources import save_source
@@ -121,11 +121,11 @@ def _patch(where: str, folder: str, calls: int) -> None:
 
 
 KILLS = {
-    "fit": killing("experiments.conversion.seal"),
+    "fit": killing("conversion.stages.seal"),
     "transfer": killing("training.loop.Loop.gradients", folder="transfer", calls=6),
     "finetune": killing("training.loop.Loop.gradients", folder="finetune", calls=6),
-    "result": killing("experiments.conversion.shutil.copyfile"),
-    "report": killing("analysis.conversion_report._draw"),
+    "result": killing("conversion.stages.shutil.copyfile"),
+    "report": killing("conversion.report._draw"),
 }
 
 
@@ -166,10 +166,10 @@ def _terminated() -> None:
 
 STOPS = {
     "scores": "analysis.heads.terms.LayerTerms.add",
-    "fit": "analysis.initial_values.relative_errors",
+    "fit": "conversion.initial_values.relative_errors",
     "losses": "analysis.evaluation.token_losses",
-    "heads": "analysis.converted_heads.relative_errors",
-    "decoding": "analysis.decoding.cache_bytes",
+    "heads": "conversion.heads.relative_errors",
+    "decoding": "conversion.decoding.cache_bytes",
 }
 
 

@@ -15,18 +15,18 @@ from transformers import PreTrainedModel
 
 from softmax_rnn._utils.progress import ProgressBar
 from softmax_rnn._utils.units import bytes_text, count_text, hours_text
-from softmax_rnn.analysis.conversion_measures import Findings, measurements
-from softmax_rnn.analysis.conversion_report import BLOCKS
-from softmax_rnn.analysis.initial_values import fit_initial_values
-from softmax_rnn.experiments.conversion import ROWS, Conversion, measured_scores
+from softmax_rnn.conversion.initial_values import fit_initial_values
+from softmax_rnn.conversion.measures import Findings, measurements
+from softmax_rnn.conversion.objectives import objective
+from softmax_rnn.conversion.report import BLOCKS
+from softmax_rnn.conversion.stages import ROWS, Conversion, measured_scores
+from softmax_rnn.conversion.trainable import conversion_model, converted_source, has_parameters
 from softmax_rnn.experiments.costs import conversion_cost, times_on
 from softmax_rnn.models.loading import HUB
 from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training.config import STAGES, ConversionConfig
-from softmax_rnn.training.conversion import conversion_model, converted_source, has_parameters
 from softmax_rnn.training.losses import autocast, token_losses
 from softmax_rnn.training.matmul import widest_float32_products
-from softmax_rnn.training.objectives import objective
 from softmax_rnn.training.opening import open_model
 from softmax_rnn.training.optimizer import adamw
 from softmax_rnn.training.run import check_corpora, load_rows

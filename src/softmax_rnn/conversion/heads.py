@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from softmax_rnn.models.converted_layer import (
+from softmax_rnn.conversion.layer import (
     Attending,
     ConvertedLayer,
     converted_layers,
     substituted,
 )
-from softmax_rnn.training.objectives import relative_errors
+from softmax_rnn.conversion.objectives import relative_errors
 
 
 def state_off(what: Attending) -> Tensor:

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from softmax_rnn.analysis.converted_heads import converted_heads, has_both, state_off, window_off
-from softmax_rnn.analysis.decoding import decoding_costs
 from softmax_rnn.analysis.evaluation import losses
-from softmax_rnn.models.converted_layer import substituted
+from softmax_rnn.conversion.decoding import decoding_costs
+from softmax_rnn.conversion.heads import converted_heads, has_both, state_off, window_off
+from softmax_rnn.conversion.layer import substituted
 from softmax_rnn.report.statistics import paired_difference
 
 _HEAD_ROWS = 4  # for the figures of heads

@@ -18,10 +18,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
-from softmax_rnn.models.converted_cache import KeyValueLayer, StateLayer, with_earlier
-from softmax_rnn.models.converted_record import ConvertedAttention
+from softmax_rnn.conversion.cache import KeyValueLayer, StateLayer, with_earlier
+from softmax_rnn.conversion.record import ConvertedAttention
+from softmax_rnn.conversion.rotations import unrotated
 from softmax_rnn.models.masks import full_mask, mask_of_family
-from softmax_rnn.models.rotations import unrotated
 from softmax_rnn.ops.inputs import is_per_key, require_first_keys
 from softmax_rnn.ops.layer_core import AttentionCore, Mapped, Projected
 from softmax_rnn.ops.layer_options import LayerOptions
