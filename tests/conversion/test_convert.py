@@ -20,7 +20,7 @@ from converted_families import (
     refused,
     source,
 )
-from softmax_rnn.conversion.checks import sample_tokens
+from softmax_rnn.conversion.probe import sample_tokens
 
 
 def test_no_other_implementation_is_chosen() -> None:

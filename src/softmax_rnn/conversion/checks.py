@@ -16,33 +16,15 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from softmax_rnn._utils.errors import shown
-from softmax_rnn.conversion.layer import (
-    CONVERTED,
-    INPUTS,
-    PART,
-    PROBE,
-    UNSUPPORTED,
-    Call,
-    ConvertedLayer,
-    inputs_of,
-    pass_inputs,
-    recorded_calls,
-)
-from softmax_rnn.conversion.model import (
-    ConvertedModel,
-    converted_config,
-    converted_model,
-)
+from softmax_rnn.conversion.layer import CONVERTED, INPUTS, PART, UNSUPPORTED, ConvertedLayer
+from softmax_rnn.conversion.model import ConvertedModel, converted_config, converted_model
+from softmax_rnn.conversion.probe import Call, explained, implementation, inputs_of, sample_tokens
 from softmax_rnn.conversion.record import ConvertedAttention
 from softmax_rnn.ops.spec import AttentionSpec
 
 _SOFTMAX = AttentionSpec().to_dict()
 # Tensors that a family's module may pass to its attention without an effect on the result.
 _HARMLESS = ("position_ids", "cache_position")
-# A model is compared with its source on so many tokens that every window, chunk or compressor with
-# at most _LONG tokens is in use. These are words in the names of such fields of a configuration.
-_SHORT, _LONG = 16, 256
-_LENGTHS = ("window", "chunk", "compress", "block", "stride", "topk", "local")
 _Given = dict[int | str, Tensor]  # some arguments of a call, by place or name
 
 
@@ -80,20 +62,6 @@ def _own_cache(model: type) -> bool:
 
 
 @contextlib.contextmanager
-def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Evaluation mode, and the attention of this name in transformers' interface."""
-    chosen, training = model.config._attn_implementation, {x: x.training for x in model.modules()}
-    model.eval()
-    try:
-        model.set_attn_implementation(name)
-        yield
-    finally:
-        model.set_attn_implementation(chosen)
-        for module, mode in training.items():
-            module.training = mode
-
-
-@contextlib.contextmanager
 def attached(
     model: PreTrainedModel, layers: Sequence[tuple[nn.Module, ConvertedLayer]]
 ) -> Iterator[None]:
@@ -103,73 +71,6 @@ def attached(
             undo.callback(part.attach(module).remove)
             undo.callback(delattr, module, PART)
         yield
-
-
-def sample_tokens(model: PreTrainedModel) -> Tensor:
-    """Random tokens [1, T], long enough for what the configuration can switch on."""
-
-    def integers(value: Any) -> list[int]:
-        if isinstance(value, dict | list | tuple):
-            parts = value.values() if isinstance(value, dict) else value
-            return [x for part in parts for x in integers(part)]
-        return [value] if isinstance(value, int) and not isinstance(value, bool) else []
-
-    fields = model.config.to_dict()
-    found = [
-        x
-        for name, value in fields.items()
-        if any(word in name for word in _LENGTHS)
-        for x in integers(value)
-    ]
-    tokens = max([x for x in found if x <= _LONG], default=0) + _SHORT
-    known = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(known, int) and known > 0:
-        tokens = max(2, min(tokens, known - 4))  # some families begin to count at 2
-    generator = torch.Generator().manual_seed(0)
-    size = getattr(model.config, "vocab_size", None) or 2
-    return torch.randint(size, (1, tokens), generator=generator).to(model.device)
-
-
-def examined(model: PreTrainedModel) -> list[Call]:
-    """The calls of the attention for some tokens, with the modules' inputs.
-
-    Raises:
-        ValueError: if there are none, or modules of the same class make none.
-    """
-    name, ids = type(model).__name__, sample_tokens(model)
-    with implementation(model, PROBE), torch.no_grad():
-        with recorded_calls() as first, _named(f"{name} cannot be examined"):
-            model.base_model(input_ids=ids)
-        modules = [call.module for call in first]
-        kinds = {type(module) for module in modules}
-        missed = [x for x in model.modules() if type(x) in kinds and x not in modules]
-        if not modules or missed:
-            raise ValueError(
-                f"The attention of {name} does not go through transformers' "
-                "AttentionInterface, or not in every layer."
-            )
-        if len(set(modules)) < len(modules):
-            raise ValueError(
-                f"Several layers of {name} share an attention module, or one computes several."
-            )
-        hooks = [x.register_forward_pre_hook(pass_inputs, with_kwargs=True) for x in modules]
-        try:
-            problem = f"The attention of {name} takes no further arguments"
-            with recorded_calls() as second, _named(problem):
-                model.base_model(input_ids=ids)
-        finally:
-            for hook in hooks:
-                hook.remove()
-    return second
-
-
-@contextlib.contextmanager
-def _named(problem: str) -> Iterator[None]:
-    """Turn any error of a family's code into a ``ValueError`` that says what was tried."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"{problem}: {type(error).__name__}: {error}") from error
 
 
 def check_call(call: Call) -> None:
@@ -252,9 +153,9 @@ def check_outputs(model: PreTrainedModel, calls: Sequence[Call], records: Sequen
         return taken, [x.float() if mask is None else x[mask.bool()].float() for x in compared]
 
     with torch.no_grad():
-        with implementation(model, "eager"), _named(f"{name} cannot be examined"):
+        with implementation(model, "eager"), explained(f"{name} cannot be examined"):
             expected = [run(mask) for mask in (None, padded)]
-        with attached(model, layers), _named(f"{name} does not run with another attention"):
+        with attached(model, layers), explained(f"{name} does not run with another attention"):
             found = [
                 run(mask, inputs if half else ())[1]
                 for mask, (inputs, _) in zip((None, padded), expected, strict=True)
@@ -318,7 +219,7 @@ def check_return(model: PreTrainedModel, layers: Sequence[dict[str, Any]]) -> No
     config.architectures = [converted_model(kind, family).__name__]
     config.__class__ = converted_config(family)
     with (
-        _named(f"A converted {kind.__name__} could not be loaded again"),
+        explained(f"A converted {kind.__name__} could not be loaded again"),
         tempfile.TemporaryDirectory() as folder,
         torch.device("meta"),
     ):

@@ -19,12 +19,10 @@ from softmax_rnn.conversion.checks import (
     check_outputs,
     check_return,
     check_softmax,
-    examined,
-    implementation,
 )
-from softmax_rnn.conversion.layer import PROBE, Call, ConvertedLayer, inputs_of
+from softmax_rnn.conversion.layer import ConvertedLayer
 from softmax_rnn.conversion.model import converted_config, converted_model, register
-from softmax_rnn.conversion.probe import rotations
+from softmax_rnn.conversion.probe import Call, examined, inputs_of, rotations
 from softmax_rnn.conversion.record import ConvertedAttention
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.systems import Variant
@@ -160,8 +158,7 @@ def _with_rotations(
     chosen = [call.module for call, x in zip(calls, records, strict=True) if _unrotates(x)]
     if not chosen:
         return records
-    with implementation(model, PROBE):
-        found = iter(rotations(model, chosen))
+    found = iter(rotations(model, chosen))
     return [dataclasses.replace(x, rotation=next(found)) if _unrotates(x) else x for x in records]
 
 

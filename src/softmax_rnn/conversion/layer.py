@@ -21,14 +21,14 @@ from transformers.cache_utils import Cache
 from softmax_rnn.conversion.cache import KeyValueLayer, StateLayer, with_earlier
 from softmax_rnn.conversion.record import ConvertedAttention
 from softmax_rnn.conversion.rotations import unrotated
-from softmax_rnn.models.masks import full_mask, mask_of_family
+from softmax_rnn.models.masks import mask_of_family
 from softmax_rnn.ops.inputs import is_per_key, require_first_keys
 from softmax_rnn.ops.layer_core import AttentionCore, Mapped, Projected
 from softmax_rnn.ops.layer_options import LayerOptions
 from softmax_rnn.ops.operation import attention
 
 CONVERTED = "softmax_rnn_converted"  # the attention's name in transformers, and the model type
-PROBE = "softmax_rnn_probe"  # an attention that notes its calls, while a model is examined
+PROBE = "softmax_rnn_probe"  # the one of probe.py, which notes its calls
 PART = "softmax_rnn"  # the name of the submodule in each attention module
 INPUTS = "softmax_rnn_inputs"  # the keyword by which an attention module hands these through
 
@@ -337,51 +337,5 @@ def as_source(what: Attending) -> Tensor:
     return what.source()
 
 
-class Call(NamedTuple):
-    """One call of the interface by a family's module."""
-
-    module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    options: dict[str, Any]
-
-
-_calls: list[Call] = []
-
-
-@contextlib.contextmanager
-def recorded_calls() -> Iterator[list[Call]]:
-    """The calls of the attention ``PROBE`` inside the context."""
-    found: list[Call] = []
-    _calls.clear()
-    yield found
-    found.extend(_calls)
-    _calls.clear()
-
-
-def _record(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,  # some families give it by name
-    **options: Any,
-) -> tuple[Tensor, None]:
-    _calls.append(Call(module, query, key, value, attention_mask, options))
-    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
-
-
-def inputs_of(call: Call) -> Tensor | None:
-    """The hidden states that a module with a hook has passed."""
-    inputs = call.options.get(INPUTS)
-    return None if inputs is None else inputs.hidden_states
-
-
-for _name, _function, _mask in (
-    (CONVERTED, attend, mask_of_family),
-    (PROBE, _record, full_mask),
-):
-    AttentionInterface.register(_name, _function)
-    AttentionMaskInterface.register(_name, _mask)
+AttentionInterface.register(CONVERTED, attend)
+AttentionMaskInterface.register(CONVERTED, mask_of_family)
