@@ -169,7 +169,7 @@ STOPS = {
     "fit": "conversion.initial_values.relative_errors",
     "losses": "analysis.evaluation.token_losses",
     "heads": "conversion.heads.relative_errors",
-    "decoding": "conversion.decoding.cache_bytes",
+    "decoding": "conversion.measures.cache_bytes",
 }
 
 

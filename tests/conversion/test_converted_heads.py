@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import softmax_rnn as sr
-from softmax_rnn.conversion.decoding import decoding_costs
 from softmax_rnn.conversion.heads import (
     converted_heads,
     has_both,
@@ -27,6 +26,7 @@ from softmax_rnn.conversion.layer import (
     converted_layers,
     substituted,
 )
+from softmax_rnn.conversion.measures import decoding_costs
 from sources import SIZES
 
 TOKENS, WINDOW = 40, 6
@@ -230,7 +230,7 @@ def test_models_decode_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for model in models.values():
         model.register_forward_hook(passes)
-    monkeypatch.setattr("softmax_rnn.conversion.decoding.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("softmax_rnn.conversion.measures.time.perf_counter", lambda: now[0])
     costs = decoding_costs(models, torch.cat(rows(3)), [16, 32])
     assert costs.tokens_per_second[0] == costs.tokens_per_second[1] == 1.0
     assert costs.tokens_per_second[2] == costs.tokens_per_second[3] == 0.1

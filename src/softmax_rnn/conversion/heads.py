@@ -35,6 +35,32 @@ def has_both(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
+def along_source(
+    model: PreTrainedModel,
+    rows: Sequence[Tensor],
+    compare: Callable[[Attending, Tensor], None],
+    progress: Callable[[float], None],
+) -> None:
+    """Pass rows through the source of a converted model, and ``compare`` each converted layer.
+
+    ``compare`` takes what a layer is about to compute, and the output of softmax, with which the
+    model goes on.
+    """
+    calls, of_all = 0, len(rows) * len(converted_layers(model))
+
+    def attend(what: Attending) -> Tensor:
+        nonlocal calls
+        calls += 1
+        expected = what.source()
+        compare(what, expected)
+        progress(calls / of_all)
+        return expected
+
+    with substituted(model, attend):
+        for ids in rows:
+            model.base_model(input_ids=ids.unsqueeze(0).to(model.device), use_cache=False)
+
+
 def converted_heads(
     model: PreTrainedModel,
     rows: Sequence[Tensor],
@@ -58,12 +84,8 @@ def converted_heads(
     model.eval()
     sums: dict[ConvertedLayer, dict[str, Tensor]] = {x: {} for x in converted_layers(model)}
 
-    calls = 0
-
-    def compare(what: Attending) -> Tensor:
-        nonlocal calls
-        calls += 1
-        expected, found = what.source(), what.converted()
+    def compare(what: Attending, expected: Tensor) -> None:
+        found = what.converted()
         measured = {"error": relative_errors(found, expected)[0]}
         if what.layer.spec.outside == "series":
             window, state = state_off(what), window_off(what)
@@ -72,12 +94,8 @@ def converted_heads(
         total = sums[what.layer]
         for name, value in measured.items():
             total[name] = total.get(name, 0.0) + value.double().cpu()
-        progress(calls / (len(rows) * len(sums)))
-        return expected
 
-    with substituted(model, compare):
-        for ids in rows:
-            model.base_model(input_ids=ids.unsqueeze(0).to(model.device), use_cache=False)
+    along_source(model, rows, compare, progress)
     return pd.concat(
         pd.DataFrame(
             {

@@ -9,12 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from softmax_rnn.conversion.layer import (
-    Attending,
-    ConvertedLayer,
-    converted_layers,
-    substituted,
-)
+from softmax_rnn.conversion.heads import along_source
+from softmax_rnn.conversion.layer import Attending, ConvertedLayer, converted_layers
 from softmax_rnn.conversion.objectives import relative_errors
 
 # Logarithms of the factors that are tried for the weights outside a window.
@@ -46,12 +42,8 @@ def fit_initial_values(
     if not layers:
         return
     errors: dict[ConvertedLayer, Tensor] = {}
-    calls, of_all = 0, len(rows) * len(converted_layers(model))
 
-    def compare(what: Attending) -> Tensor:
-        nonlocal calls
-        calls += 1
-        expected = what.source()
+    def compare(what: Attending, expected: Tensor) -> None:
         if what.layer in layers:
             ones = what.query.new_ones(expected.shape[2])
             found = [
@@ -59,12 +51,8 @@ def fit_initial_values(
                 for logit in _LOGITS
             ]
             errors[what.layer] = errors.get(what.layer, 0.0) + torch.stack(found)
-        progress(calls / of_all)
-        return expected
 
-    with substituted(model, compare):
-        for ids in rows:
-            model.base_model(input_ids=ids.unsqueeze(0).to(model.device), use_cache=False)
+    along_source(model, rows, compare, progress)
     for layer, sums in errors.items():
         if not sums.isfinite().all():
             raise FloatingPointError(f"An output of {layer.record.module} is not finite.")

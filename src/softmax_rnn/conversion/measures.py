@@ -1,10 +1,11 @@
-"""What is measured of the models of a conversion."""
+"""What is measured of the models of a conversion: losses, heads, decoding, continuations."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,15 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 from softmax_rnn.analysis.evaluation import losses
-from softmax_rnn.conversion.decoding import decoding_costs
 from softmax_rnn.conversion.heads import converted_heads, has_both, state_off, window_off
 from softmax_rnn.conversion.layer import substituted
+from softmax_rnn.models.cache import cache_bytes
 from softmax_rnn.report.statistics import paired_difference
 
 _HEAD_ROWS = 4  # for the figures of heads
 _LENGTHS = tuple(2**n for n in range(4, 13))  # of prompts
+_TOKENS = 8  # that are decoded after each prompt
 SAMPLES, PROMPT, _CONTINUATION = 3, 32, 48  # texts, and tokens of each
 STATE_OFF, WINDOW_OFF = ", state off", ", window off"  # of names
 
@@ -162,3 +165,58 @@ def _continuations(
         stopping_criteria=[count],  # that never stops
     )
     return out[:, prompts.shape[1] :]
+
+
+@torch.no_grad()
+def decoding_costs(
+    models: Mapping[str, PreTrainedModel],
+    ids: Tensor,
+    lengths: Sequence[int],
+    progress: Callable[[float], None] = lambda share: None,
+) -> pd.DataFrame:
+    """The cache and the speed of models after prompts of several lengths.
+
+    The models decode a token each in turn, so that what else the machine does slows all of them.
+
+    Args:
+        models: causal language models by their names.
+        ids: token ids [T], at least as many as the longest prompt.
+        lengths: numbers of tokens of the prompts.
+        progress: called with the share of all prompts' tokens that are done.
+
+    Returns:
+        One row per model and length: ``stage`` (the name), ``tokens``, ``cache_bytes``,
+        ``tokens_per_second`` (the median of 8 single tokens).
+    """
+    rows: list[dict[str, Any]] = []
+    done, every = 0, sum(lengths) * len(models)
+    for length in lengths:
+        prompt, caches, sizes = ids[None, :length], {}, {}
+        for name, model in models.items():
+            model.eval()
+            new_cache = getattr(model, "new_cache", functools.partial(_usual_cache, model))
+            caches[name] = new_cache()
+            model.base_model(
+                input_ids=prompt.to(model.device), past_key_values=caches[name], use_cache=True
+            )
+            sizes[name] = cache_bytes(caches[name])
+            done += length
+            progress(done / every)
+        seconds: dict[str, list[float]] = {name: [] for name in models}
+        for _ in range(_TOKENS):
+            for name, model in models.items():
+                token = prompt[:, -1:].to(model.device)
+                started = time.perf_counter()
+                model(input_ids=token, past_key_values=caches[name], use_cache=True)
+                if model.device.type == "cuda":
+                    torch.cuda.synchronize(model.device)
+                seconds[name].append(time.perf_counter() - started)
+        for name in models:
+            rate = 1 / float(np.median(seconds[name]))
+            found = {"tokens": length, "cache_bytes": sizes[name], "tokens_per_second": rate}
+            rows.append({"stage": name, **found})
+    return pd.DataFrame(rows)
+
+
+def _usual_cache(model: PreTrainedModel) -> DynamicCache:
+    return DynamicCache(config=model.config)
