@@ -17,7 +17,6 @@ from softmax_rnn.conversion.layer import as_source, converted_layers, substitute
 from softmax_rnn.conversion.objectives import (
     AttentionTransfer,
     Distillation,
-    objective,
     relative_errors,
 )
 from softmax_rnn.conversion.trainable import conversion_model
@@ -25,6 +24,7 @@ from softmax_rnn.data import load_tokenizer
 from softmax_rnn.training.config import ConversionConfig, RunConfig, load_config
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.loop import Loop
+from softmax_rnn.training.losses import objective
 from softmax_rnn.training.opening import open_model
 from softmax_rnn.training.run import load_rows, train
 from sources import save_source
@@ -51,6 +51,10 @@ def config(source: Path, texts: Path, **fields: Any) -> ConversionConfig:
     return ConversionConfig(**{**RUN, "source": str(source), "corpus": str(texts), **fields})
 
 
+def model_of(settings: ConversionConfig) -> tuple[PreTrainedModel, str]:
+    return conversion_model(open_model(settings.source).model, settings)
+
+
 def batch(rows: int = 4) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, 256, (rows, 32), generator=torch.Generator().manual_seed(1))
     return {"input_ids": ids, "labels": ids}
@@ -62,7 +66,7 @@ def test_transfer_trains_the_new_attention_alone(source: Path, texts: Path, tmp_
     weights = after.state_dict()
     for name, weight in before.state_dict().items():
         assert torch.equal(weights[name], weight), name
-    fresh, _ = conversion_model(config(source, texts, objective="transfer"))
+    fresh, _ = model_of(config(source, texts, objective="transfer"))
     own = {f"{name}" for name, x in fresh.named_parameters() if x.requires_grad}
     assert own
     assert all(".softmax_rnn." in name for name in own)
@@ -73,7 +77,7 @@ def test_transfer_trains_the_new_attention_alone(source: Path, texts: Path, tmp_
 
 
 def test_the_loss_of_a_transfer_is_that_of_each_layer_by_itself(source: Path, texts: Path) -> None:
-    model, _ = conversion_model(config(source, texts, objective="transfer"))
+    model, _ = model_of(config(source, texts, objective="transfer"))
     given, plain = batch(), AutoModelForCausalLM.from_pretrained(source)
     inputs: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
@@ -94,7 +98,7 @@ def test_the_loss_of_a_transfer_is_that_of_each_layer_by_itself(source: Path, te
         hook.remove()
         difference = (found[0] - expected).unflatten(-1, (4, 8)).square().sum((1, 3))
         errors.append(difference / expected.unflatten(-1, (4, 8)).square().sum((1, 3)))
-    loss = AttentionTransfer(model, config(source, texts, objective="transfer"))(124, **given)
+    loss = AttentionTransfer(model, 4)(124, **given)
     torch.testing.assert_close(loss, torch.stack(errors).mean())
     loss.backward()
     assert all(x.grad is not None for x in model.parameters() if x.requires_grad)
@@ -112,12 +116,12 @@ def test_distillation_mixes_cross_entropy_and_divergence(
     source: Path, texts: Path, rank: int
 ) -> None:
     settings = config(source, texts, lora_rank=rank, distillation=0.3)
-    model, _ = conversion_model(settings)
+    model, _ = model_of(settings)
     with torch.no_grad():  # else the additions are zero
         for name, x in model.named_parameters():
             if ".lora_" in name:
                 x.normal_(std=0.1)
-    mixed, given = Distillation(model, settings), batch()
+    mixed, given = Distillation(model, 0.3, whole=not rank), batch()
     if not rank:
         with torch.no_grad():
             model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
@@ -210,7 +214,7 @@ def test_the_losses_of_shares_add_up(source: Path, texts: Path) -> None:
     given, shares = batch(), (slice(0, 1), slice(1, 4))
     for fields in ({"objective": "transfer"}, {}):
         settings = config(source, texts, **fields)
-        loss = objective(conversion_model(settings)[0], settings)
+        loss = objective(model_of(settings)[0], settings)
         parts = [loss(124, **{name: x[rows] for name, x in given.items()}) for rows in shares]
         torch.testing.assert_close(sum(parts), loss(124, **given))
 
@@ -248,7 +252,7 @@ def test_settings_are_saved_and_read(source: Path, texts: Path, tmp_path: Path) 
 
 
 def test_only_the_chosen_layers_are_converted(source: Path, texts: Path) -> None:
-    model, _ = conversion_model(config(source, texts, layers=[1], objective="transfer"))
+    model, _ = model_of(config(source, texts, layers=[1], objective="transfer"))
     assert [layer.record.index for layer in converted_layers(model)] == [1]
 
 
@@ -282,16 +286,16 @@ def test_what_cannot_be_converted(
     source: Path, texts: Path, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        conversion_model(config(source, texts, **fields))
+        model_of(config(source, texts, **fields))
 
 
 def test_a_converted_source_keeps_its_attention(source: Path, texts: Path, tmp_path: Path) -> None:
     first = train(config(source, texts, objective="transfer", steps=2), tmp_path / "first")
-    model, _ = conversion_model(config(first.path, texts))
+    model, _ = model_of(config(first.path, texts))
     assert len(converted_layers(model)) == 2
     for fields in ({"attention": "lolcats:4"}, {"layers": [0]}):
         with pytest.raises(ValueError, match="converted already, with another attention"):
-            conversion_model(config(first.path, texts, **fields))
+            model_of(config(first.path, texts, **fields))
 
 
 def test_a_run_does_not_resume_from_another_source(texts: Path, tmp_path: Path) -> None:
@@ -328,7 +332,7 @@ def test_dropout_is_switched_off(texts: Path, tmp_path: Path) -> None:
 
 
 def test_the_source_inside_a_converted_model(source: Path, texts: Path) -> None:
-    model, _ = conversion_model(config(source, texts, objective="transfer"))
+    model, _ = model_of(config(source, texts, objective="transfer"))
     plain: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source)
     ids = batch()["input_ids"]
     with substituted(model, as_source):

@@ -1,9 +1,8 @@
-"""What a run minimises: modules that compute the loss of a batch, each a share of the mean."""
+"""What a conversion's runs minimise: modules that compute a share of the loss of a batch."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,19 +12,6 @@ from transformers import PreTrainedModel
 from softmax_rnn.conversion.layer import Attending, as_source, substituted
 from softmax_rnn.conversion.lora import without_lora
 from softmax_rnn.data.rows import IGNORED
-from softmax_rnn.training.config import ConversionConfig, TrainingConfig
-
-
-class NextToken(nn.Module):
-    """The cross-entropy of the next token."""
-
-    def __init__(self, model: PreTrainedModel, config: TrainingConfig) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, predicted: int, **batch: Tensor) -> Tensor:
-        """The loss of these rows; ``predicted`` tokens are predicted in the whole batch."""
-        return self.model(**batch, use_cache=False, num_items_in_batch=predicted).loss
 
 
 class AttentionTransfer(nn.Module):
@@ -34,11 +20,15 @@ class AttentionTransfer(nn.Module):
     Of each row, layer and head: the squared error of the output over that of zeros; then means.
     One pass through the source's layers gives all errors, since every layer hands on the output of
     softmax (attention transfer of LoLCATs, Zhang et al., 2024).
+
+    Args:
+        model: a converted model.
+        rows: those of a whole batch.
     """
 
-    def __init__(self, model: PreTrainedModel, config: TrainingConfig) -> None:
+    def __init__(self, model: PreTrainedModel, rows: int) -> None:
         super().__init__()
-        self.model, self.rows = model, config.batch_size
+        self.model, self.rows = model, rows
 
     def forward(self, predicted: int, **batch: Tensor) -> Tensor:
         """The loss of these rows."""
@@ -60,16 +50,20 @@ class AttentionTransfer(nn.Module):
 class Distillation(nn.Module):
     """The cross-entropy of the next token, mixed with the divergence from the source's prediction.
 
-    The source is the same model with softmax attention and without LoRA's additions, or a copy of
-    it if all weights are trained.
+    The source is the same model with softmax attention and without LoRA's additions.
+
+    Args:
+        model: a converted model.
+        share: of the divergence.
+        whole: whether all weights are trained: then the source is in a copy of the model.
     """
 
-    def __init__(self, model: PreTrainedModel, config: ConversionConfig) -> None:
+    def __init__(self, model: PreTrainedModel, share: float, whole: bool) -> None:
         super().__init__()
-        self.model, self.share = model, config.distillation
-        whole = self.share > 0 and not config.lora_rank
+        self.model, self.share = model, share
         # In a list, so that it is no part of this module.
-        self.copies = [copy.deepcopy(model).requires_grad_(False)] if whole else []
+        copied = share > 0 and whole
+        self.copies = [copy.deepcopy(model).requires_grad_(False)] if copied else []
 
     def forward(self, predicted: int, **batch: Tensor) -> Tensor:
         """The loss of these rows; ``predicted`` tokens are predicted in the whole batch."""
@@ -105,11 +99,3 @@ def relative_errors(found: Tensor, expected: Tensor, shown: Tensor | None = None
         squares = squares.masked_fill(shown[..., None] == 0, 0.0)
     error, size = squares.sum(2)
     return error / size.clamp(min=torch.finfo(size.dtype).tiny)
-
-
-def objective(model: PreTrainedModel, config: TrainingConfig) -> nn.Module:
-    """The module whose output a run minimises."""
-    kind: Any = NextToken
-    if isinstance(config, ConversionConfig):
-        kind = {"transfer": AttentionTransfer, "language": Distillation}[config.objective]
-    return kind(model, config)

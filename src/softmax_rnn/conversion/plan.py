@@ -17,15 +17,19 @@ from softmax_rnn._utils.progress import ProgressBar
 from softmax_rnn._utils.units import bytes_text, count_text, hours_text
 from softmax_rnn.conversion.initial_values import fit_initial_values
 from softmax_rnn.conversion.measures import Findings, measurements
-from softmax_rnn.conversion.objectives import objective
 from softmax_rnn.conversion.report import BLOCKS
 from softmax_rnn.conversion.stages import ROWS, Conversion, measured_scores
-from softmax_rnn.conversion.trainable import conversion_model, converted_source, has_parameters
-from softmax_rnn.experiments.costs import conversion_cost, times_on
-from softmax_rnn.models.loading import HUB
+from softmax_rnn.conversion.trainable import (
+    check_length,
+    conversion_model,
+    converted_source,
+    has_parameters,
+)
+from softmax_rnn.experiments.costs import Cost, gpu_hours, times_on
+from softmax_rnn.models.loading import HUB, meta_model
 from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training.config import STAGES, ConversionConfig
-from softmax_rnn.training.losses import autocast, token_losses
+from softmax_rnn.training.losses import autocast, objective, token_losses
 from softmax_rnn.training.matmul import widest_float32_products
 from softmax_rnn.training.opening import open_model
 from softmax_rnn.training.optimizer import adamw
@@ -93,6 +97,47 @@ def conversion_table(conversion: Conversion, gpu: str | None) -> Table:
     table.title = f"Conversion of {conversion.transfer.source}"
     table.caption = " ".join(_notes(times, test_rows, conversion, gpu))
     return table
+
+
+def conversion_cost(config: ConversionConfig, gpu: str | None) -> Cost:
+    """Estimate the cost of a conversion's run, as :func:`softmax_rnn.experiments.costs.cost`.
+
+    A run that trains the new attention alone passes each token once through the source (2
+    operations per parameter), and forward and backward through the new attention. Training LoRA's
+    additions takes 4 operations per parameter, training all weights 6, and distillation 2 more.
+    """
+    model = meta_model(config.source)
+    sizes = model.config
+    count = sizes.num_hidden_layers
+    if config.layers is not None and max(config.layers) >= count:
+        raise ValueError(f"{config.source} has the layers 0 to {count - 1}, not {config.layers}.")
+    check_length(model, config)
+    parameters = int(model.num_parameters())
+    rows, width = model.get_input_embeddings().weight.shape
+    matrices = parameters - (0 if sizes.tie_word_embeddings else rows * width)
+    attention = sizes.num_hidden_layers * sizes.hidden_size * config.block_size
+    tokens = config.steps * config.tokens_per_step
+    distilled = config.objective == "language" and config.distillation > 0
+    if config.objective == "transfer":
+        per_token = 2 * matrices + (2 + 6) * attention
+    else:
+        per_token = (4 if config.adapted else 6) * (matrices + attention)
+        per_token += (2 if distilled else 0) * (matrices + attention)
+    copies = 2 if distilled and not config.adapted else 1
+    states = 0 if config.objective == "transfer" or config.adapted else 12 * parameters
+    layers = 1 if config.gradient_checkpointing else sizes.num_hidden_layers
+    logits = 0 if config.objective == "transfer" else 4 * rows
+    micro = config.tokens_per_step // config.accumulation
+    return Cost(
+        parameters=parameters,
+        tokens=tokens,
+        operations=float(tokens * per_token),
+        gpu_hours=gpu_hours(tokens * per_token, gpu),
+        memory_bytes=4.0 * parameters * copies
+        + states
+        + 4.0 * micro * (layers * 14 * sizes.hidden_size + 2 * logits),
+        disk_bytes=4.0 * parameters * 2,
+    )
 
 
 def _time_here(found: StageTime | None, known: bool, test_rows: int | None) -> str:
@@ -184,7 +229,7 @@ def _fit_and_report(config: ConversionConfig) -> tuple[float, float, bool]:
     """The seconds of these stages, and whether the new attention has parameters of its own."""
     started = time.perf_counter()
     source = open_model(config.source).model
-    model, _ = converted_source(config)
+    model, _ = converted_source(open_model(config.source).model, config)
     loading = time.perf_counter() - started
     rows = _rows(model, max(ROWS, BLOCKS), config.block_size)
     fit = loading + expected_seconds(lambda done: measured_scores(source, list(rows), done))
@@ -219,7 +264,7 @@ def _report_seconds(source: PreTrainedModel, converted: PreTrainedModel, rows: T
 
 def _training(config: ConversionConfig) -> StageTime:
     """The time of a run, without checkpoints."""
-    model, _ = conversion_model(config)
+    model, _ = conversion_model(open_model(config.source).model, config)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     forward, optimizer = objective(model, config), adamw(model, config)
     micro = config.batch_size // config.accumulation

@@ -232,7 +232,7 @@ class Conversion:
         """Measure the source's heads, convert it, and fit the values of the new attention."""
         _, rows, _ = load_rows(self.transfer)
         # First, since it refuses what cannot be converted.
-        model, identity = converted_source(self.transfer)
+        model, identity = converted_source(open_model(self.transfer.source).model, self.transfer)
         chosen = np.random.default_rng(self.transfer.seed).integers(len(rows), size=ROWS)
         ids = [rows[int(i)]["input_ids"] for i in chosen]
         about = sha256(json.dumps([identity, ids[0].tolist()]))

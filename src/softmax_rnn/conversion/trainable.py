@@ -1,31 +1,35 @@
-"""The model of a conversion: pretrained, with new attention, and what is trained of it."""
+"""The model of a conversion's run: pretrained, with new attention, and what is trained of it."""
 
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from softmax_rnn.conversion.convert import convert
 from softmax_rnn.conversion.layer import ConvertedLayer, converted_layers
 from softmax_rnn.conversion.lora import add_lora
 from softmax_rnn.conversion.model import ConvertedModel
-from softmax_rnn.models import convert
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.training.config import ConversionConfig
-from softmax_rnn.training.opening import open_model
+
+if TYPE_CHECKING:
+    from softmax_rnn.training.config import ConversionConfig
 
 
-def conversion_model(config: ConversionConfig) -> tuple[PreTrainedModel, str]:
-    """The model of a run, in float32, and the hash of the source's weights.
+def conversion_model(
+    source: PreTrainedModel, config: ConversionConfig
+) -> tuple[PreTrainedModel, str]:
+    """The model of a run, made of its ``source``, in float32, and the hash of the latter's weights.
 
     Only what the run trains requires gradients.
 
     Raises:
         ValueError: as :func:`converted_source`, and if there is nothing to train.
     """
-    model, identity = converted_source(config)
+    model, identity = converted_source(source, config)
     layers = converted_layers(model)
     if not layers:
         raise ValueError(f"attention={config.attention!r} leaves nothing to train: it is softmax.")
@@ -48,16 +52,16 @@ def has_parameters(model: PreTrainedModel) -> bool:
     return any(True for layer in converted_layers(model) for _ in layer.parameters())
 
 
-def converted_source(config: ConversionConfig) -> tuple[PreTrainedModel, str]:
-    """The source of a run, converted, in float32, and the hash of the source's weights.
+def converted_source(
+    source: PreTrainedModel, config: ConversionConfig
+) -> tuple[PreTrainedModel, str]:
+    """The source of a run, converted in place, in float32, and the hash of its weights before.
 
     Raises:
-        ValueError: if the source cannot be loaded or converted, has another attention already, or
-            takes fewer tokens than a block has.
+        ValueError: if the source cannot be converted, has another attention already, or takes fewer
+            tokens than a block has.
     """
-    model = open_model(config.source).model
-    if model.dtype != torch.float32:
-        model = model.float()
+    model = source if source.dtype == torch.float32 else source.float()
     identity = weights_hash(model)
     check_length(model, config)
     _drop_nothing(model)

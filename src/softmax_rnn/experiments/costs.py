@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 
 from softmax_rnn._utils.errors import require_choice
-from softmax_rnn.training.config import ConversionConfig, RunConfig
+from softmax_rnn.training.config import RunConfig
 
 # Dense bfloat16 operations per second, from the data sheets.
 GPUS = {"A100-80GB": 312e12, "H100-80GB": 989e12, "H200": 989e12, "L40S": 362e12}
@@ -52,7 +52,8 @@ def chosen_gpu(name: str | None) -> str | None:
     return next((gpu for gpu in GPUS if gpu.partition("-")[0] in here), None)
 
 
-def _gpu_hours(operations: float, gpu: str | None) -> float:
+def gpu_hours(operations: float, gpu: str | None) -> float:
+    """The hours of these operations on one of ``GPUS``; NaN for ``None``."""
     if gpu is None:
         return math.nan
     require_choice("GPU", gpu, GPUS)
@@ -90,53 +91,9 @@ def cost(config: RunConfig, gpu: str | None) -> Cost:
         parameters=parameters,
         tokens=tokens,
         operations=operations,
-        gpu_hours=_gpu_hours(operations, gpu),
+        gpu_hours=gpu_hours(operations, gpu),
         memory_bytes=16.0 * parameters + activations,
         disk_bytes=12.0 * parameters * (config.keep_checkpoints + 1),
-    )
-
-
-def conversion_cost(config: ConversionConfig, gpu: str | None) -> Cost:
-    """Estimate the cost of a conversion's run, as :func:`cost`.
-
-    A run that trains the new attention alone passes each token once through the source (2
-    operations per parameter), and forward and backward through the new attention. Training LoRA's
-    additions takes 4 operations per parameter, training all weights 6, and distillation 2 more.
-    """
-    from softmax_rnn.conversion.trainable import check_length
-    from softmax_rnn.models.loading import meta_model  # slow to import
-
-    model = meta_model(config.source)
-    sizes = model.config
-    count = sizes.num_hidden_layers
-    if config.layers is not None and max(config.layers) >= count:
-        raise ValueError(f"{config.source} has the layers 0 to {count - 1}, not {config.layers}.")
-    check_length(model, config)
-    parameters = int(model.num_parameters())
-    rows, width = model.get_input_embeddings().weight.shape
-    matrices = parameters - (0 if sizes.tie_word_embeddings else rows * width)
-    attention = sizes.num_hidden_layers * sizes.hidden_size * config.block_size
-    tokens = config.steps * config.tokens_per_step
-    distilled = config.objective == "language" and config.distillation > 0
-    if config.objective == "transfer":
-        per_token = 2 * matrices + (2 + 6) * attention
-    else:
-        per_token = (4 if config.adapted else 6) * (matrices + attention)
-        per_token += (2 if distilled else 0) * (matrices + attention)
-    copies = 2 if distilled and not config.adapted else 1
-    states = 0 if config.objective == "transfer" or config.adapted else 12 * parameters
-    layers = 1 if config.gradient_checkpointing else sizes.num_hidden_layers
-    logits = 0 if config.objective == "transfer" else 4 * rows
-    micro = config.tokens_per_step // config.accumulation
-    return Cost(
-        parameters=parameters,
-        tokens=tokens,
-        operations=float(tokens * per_token),
-        gpu_hours=_gpu_hours(tokens * per_token, gpu),
-        memory_bytes=4.0 * parameters * copies
-        + states
-        + 4.0 * micro * (layers * 14 * sizes.hidden_size + 2 * logits),
-        disk_bytes=4.0 * parameters * 2,
     )
 
 

@@ -26,7 +26,6 @@ from softmax_rnn._utils.integrity import seal
 from softmax_rnn._utils.progress import notice
 from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.conversion.lora import merged_weights
-from softmax_rnn.conversion.objectives import objective
 from softmax_rnn.data import CorpusError, PreparedCorpus, Rows, TaskCorpus
 from softmax_rnn.models.modeling import checkpoint_activations
 from softmax_rnn.training.checkpoint import (
@@ -41,7 +40,7 @@ from softmax_rnn.training.config import ConversionConfig, TrainingConfig
 from softmax_rnn.training.context_parallel import ContextParallel
 from softmax_rnn.training.distributed import gather, of_other_processes, shard, together
 from softmax_rnn.training.folder import RunFolder, append_row, read_rows, step_of
-from softmax_rnn.training.losses import autocast, token_losses
+from softmax_rnn.training.losses import autocast, objective, token_losses
 from softmax_rnn.training.metrics import MetricRows
 from softmax_rnn.training.optimizer import adamw
 from softmax_rnn.training.stopping import RunStopped, StopRequest, foremost

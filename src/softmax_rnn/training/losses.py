@@ -1,4 +1,4 @@
-"""The loss of every token of a batch."""
+"""The loss of every token of a batch, and what a run minimises."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from softmax_rnn.conversion.objectives import AttentionTransfer, Distillation
 from softmax_rnn.data.rows import IGNORED
-from softmax_rnn.training.config import Precision
+from softmax_rnn.training.config import ConversionConfig, Precision, TrainingConfig
 
 
 class TokenLosses(NamedTuple):
@@ -51,3 +53,24 @@ def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     """The context in which a run with this ``precision`` calls its model."""
     bf16 = precision == "bf16" or (precision == "auto" and device.type == "cuda")
     return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+
+
+class NextToken(nn.Module):
+    """The cross-entropy of the next token."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, predicted: int, **batch: Tensor) -> Tensor:
+        """The loss of these rows; ``predicted`` tokens are predicted in the whole batch."""
+        return self.model(**batch, use_cache=False, num_items_in_batch=predicted).loss
+
+
+def objective(model: PreTrainedModel, config: TrainingConfig) -> nn.Module:
+    """The module that computes what a run minimises, of a batch's rows: their share of the mean."""
+    if not isinstance(config, ConversionConfig):
+        return NextToken(model)
+    if config.objective == "transfer":
+        return AttentionTransfer(model, config.batch_size)
+    return Distillation(model, config.distillation, whole=not config.lora_rank)

@@ -49,7 +49,7 @@ from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.loop import Loop, NonFiniteError
 from softmax_rnn.training.matmul import widest_float32_products
 from softmax_rnn.training.metrics import loss_spikes
-from softmax_rnn.training.opening import tokenizer_name
+from softmax_rnn.training.opening import open_model, tokenizer_name
 from softmax_rnn.training.stopping import RunStopped, StopRequest
 
 
@@ -243,7 +243,7 @@ def _model(
     """The model of a run with its initial weights, and the hash of its source if it has one."""
     size = corpus.manifest["vocab_size"]
     if isinstance(config, ConversionConfig):
-        found, source = conversion_model(config)
+        found, source = conversion_model(open_model(config.source).model, config)
         if size > found.config.vocab_size:
             raise ValueError(
                 f"{config.corpus} has {size} ids, more than the {found.config.vocab_size} of the "
