@@ -266,7 +266,7 @@ def test_an_attention_without_parameters_has_no_transfer(
     given = Conversion.of(str(source), tmp_path, "window:8", str(corpus), **_settings(steps=2))
     given.execute(STAGES)
     assert "the stage transfer is skipped" in capsys.readouterr().err
-    assert [stage.name for stage in given.models] == ["source", "fitted", "finetune"]
+    assert list(given.models) == ["source", "fitted", "finetune"]
     conversion_report.report(given.models, given.finetune, tmp_path)
     assert (tmp_path / "conversion.md").exists()
 

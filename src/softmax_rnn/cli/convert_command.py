@@ -92,8 +92,8 @@ def _convert(parsed: Namespace) -> int:
         from softmax_rnn.conversion.report import report
 
         with timed("report"), StopRequest(left()):
-            stages, settings, out = conversion.models, conversion.finetune, conversion.out
-            table, paths = report(stages, settings, out, conversion.source_hash)
+            models, settings, out = conversion.models, conversion.finetune, conversion.out
+            table, paths = report(models, settings, out, conversion.source_hash)
         show(table)
         show_paths(paths)
     return 0

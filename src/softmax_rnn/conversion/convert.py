@@ -155,15 +155,13 @@ def _with_rotations(
     model: PreTrainedModel, calls: list[Call], records: list[ConvertedAttention]
 ) -> list[ConvertedAttention]:
     """The records, with the rotations that feature maps before rotary positions need."""
-    chosen = [call.module for call, x in zip(calls, records, strict=True) if _unrotates(x)]
-    if not chosen:
-        return records
-    found = iter(rotations(model, chosen))
-    return [dataclasses.replace(x, rotation=next(found)) if _unrotates(x) else x for x in records]
-
-
-def _unrotates(record: ConvertedAttention) -> bool:
-    return record.options.map_before_rotary
+    pairs = list(zip(calls, records, strict=True))
+    chosen = [call.module for call, x in pairs if x.options.map_before_rotary]
+    found = rotations(model, chosen) if chosen else {}
+    return [
+        dataclasses.replace(x, rotation=found[call.module]) if x.options.map_before_rotary else x
+        for call, x in pairs
+    ]
 
 
 def _forget_gguf(model: PreTrainedModel, config: Any) -> None:

@@ -138,7 +138,7 @@ def examined(model: PreTrainedModel) -> list[Call]:
         return _calls_for(model, ids, modules, pass_inputs)
 
 
-def rotations(model: PreTrainedModel, modules: Sequence[nn.Module]) -> list[str]:
+def rotations(model: PreTrainedModel, modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
     """The rotation of each attention module, a key of ``ROTATIONS``.
 
     Every module is given the same hidden states at all positions.
@@ -148,20 +148,20 @@ def rotations(model: PreTrainedModel, modules: Sequence[nn.Module]) -> list[str]
     """
     ids = torch.ones(1, _TOKENS, dtype=torch.long, device=model.device)
     calls = _calls_for(model, ids, modules, _alike_tokens, pass_inputs)
-    found = {
-        call.module: rotation_of(call.query, call.key, call.options[INPUTS].position_embeddings)
-        for call in calls
-        if call.module in modules
-    }
-    for module in modules:
-        if found[module] is None:
+    found = {}
+    for call in calls:
+        if call.module not in modules:
+            continue
+        way = rotation_of(call.query, call.key, call.options[INPUTS].position_embeddings)
+        if way is None:
             raise ValueError(
-                f"{type(module).__name__} applies positions to queries and keys in a way that "
+                f"{type(call.module).__name__} applies positions to queries and keys in a way that "
                 "cannot be taken off, as map_before_rotary=True needs: give "
                 "layer_options={'map_before_rotary': False}, whose features depend on absolute "
                 "positions."
             )
-    return [str(found[module]) for module in modules]
+        found[call.module] = way
+    return found
 
 
 def _alike_tokens(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,28 +42,16 @@ BLOCKS = 16  # of the test split
 _BLUE, _VERMILION, _GRAY = "#0072B2", "#D55E00", "#999999"
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A model of a conversion.
-
-    Attributes:
-        name: of the stage, ``source`` for the pretrained model.
-        model: where it is, as :func:`softmax_rnn.training.opening.open_model` takes it.
-    """
-
-    name: str
-    model: str
-
-
 @widest_float32_products()
 def report(
-    stages: Sequence[Stage], config: ConversionConfig, out: Path, source_hash: str | None = None
+    models: Mapping[str, str], config: ConversionConfig, out: Path, source_hash: str | None = None
 ) -> tuple[Table, list[Path]]:
     """Measure the models of a conversion on the test split of its corpus, and write the report.
 
     Args:
-        stages: the pretrained model first, then those of the finished stages; the last one is the
-            result.
+        models: by the names of their stages, as :func:`softmax_rnn.training.opening.open_model`
+            takes them: the pretrained one first, then those of the finished stages; the last one is
+            the result.
         config: the settings of the conversion's runs.
         out: the folder to write to.
         source_hash: the hash of the pretrained model's weights when it was converted.
@@ -77,23 +64,23 @@ def report(
         ValueError: if a model cannot be loaded, or the pretrained one has changed.
     """
     _, _, split = load_rows(config)
-    places = np.linspace(0, len(split) - 1, min(BLOCKS, len(split))).round().astype(int)
-    rows = [split[place] for place in places.tolist()]
+    chosen = np.linspace(0, len(split) - 1, min(BLOCKS, len(split))).round().astype(int)
+    rows = [split[number] for number in chosen.tolist()]
     found = Findings(len(split))
-    for number, stage in enumerate(stages):
-        opened = open_model(stage.model)
-        model, last = opened.model, number == len(stages) - 1
+    for number, (name, place) in enumerate(models.items()):
+        opened = open_model(place)
+        model, last = opened.model, number == len(models) - 1
         if not number:
             source = model
         if not number and source_hash not in (None, weights_hash(model)):
-            raise ValueError(f"The weights of {stage.model} have changed since it was converted.")
+            raise ValueError(f"The weights of {place} have changed since it was converted.")
         if number and opened.run is not None:
             kept = ("steps", "tokens", "seconds")
-            found.runs[stage.name] = {key: opened.run.summary[key] for key in kept}
+            found.runs[name] = {key: opened.run.summary[key] for key in kept}
         # That of the end of a text, or any other: generate() wants a token to pad with.
         padding = opened.tokenizer.eos_token_id or 0
         for label, measure in measurements(
-            found, stage.name, model, rows, padding, source=source, second=number == 1, last=last
+            found, name, model, rows, padding, source=source, second=number == 1, last=last
         ):
             with ProgressBar(label, 1.0, transient=True) as bar:
                 measure(bar.update)

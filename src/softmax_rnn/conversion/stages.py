@@ -39,7 +39,6 @@ from softmax_rnn.analysis.heads.result import Analysis, write
 from softmax_rnn.conversion.initial_values import fit_initial_values
 from softmax_rnn.conversion.layer import converted_layers
 from softmax_rnn.conversion.lora import require_peft
-from softmax_rnn.conversion.report import Stage
 from softmax_rnn.conversion.trainable import converted_source, weights_hash
 from softmax_rnn.experiments.compare import read_variant
 from softmax_rnn.training.checkpoint import PROGRESS, STATE, newest_whole
@@ -144,11 +143,11 @@ class Conversion:
         return RunFolder(self.out / "finetune")
 
     @property
-    def models(self) -> list[Stage]:
-        """The models of the finished stages, the pretrained one first."""
-        found = [Stage("source", self.transfer.source), Stage("fitted", str(self.fitted))]
+    def models(self) -> dict[str, str]:
+        """Where the models of the finished stages are, the pretrained ``source`` first."""
+        found = {"source": self.transfer.source, "fitted": str(self.fitted)}
         runs = {"transfer": self.transfer_run, "finetune": self.finetune_run}
-        return found + [Stage(name, str(run.path)) for name, run in runs.items() if run.finished]
+        return found | {name: str(run.path) for name, run in runs.items() if run.finished}
 
     def execute(
         self, stages: Sequence[str], left: Callable[[], float | None] = lambda: None
