@@ -1,4 +1,4 @@
-"""Weights between transformers' Llama and ours."""
+"""A Llama of transformers as a model of ours: the same weights, another attention."""
 
 from __future__ import annotations
 
