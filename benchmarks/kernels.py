@@ -20,8 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from softmax_rnn import AttentionSpec
-from softmax_rnn.ops.forms import triton_chunks
-from softmax_rnn.ops.forms.columns import Columns
+from softmax_rnn.ops.forms.chunks.columns import Columns
+from softmax_rnn.ops.forms.gpu import chunks as triton_chunks
 
 HEADER = "| kernel | gradient | capability | dtype | width | registers | spilled | shared KiB |"
 KERNELS = ("add_states", "scan_states", "chunk_sums", "chunk_query_grads", "chunk_key_grads")
@@ -83,7 +83,7 @@ def _usage(ptx: str) -> tuple[int, int]:
 
 def compile_all(capabilities: list[int], dtypes: list[str], widths: list[int]) -> list[Any]:
     """A row for each kernel of both passes: a Taylor series of order 2 with decays."""
-    kernels = importlib.import_module("softmax_rnn.ops.forms.triton_chunk_kernels")
+    kernels = importlib.import_module("softmax_rnn.ops.forms.gpu.chunk_kernels")
     rows: list[tuple[Any, ...]] = []
     note: list[Any] = []
     for name in KERNELS:

@@ -59,7 +59,7 @@ def test_no_private_name_of_transformers_or_accelerate_is_overridden_or_imported
     """What is private may change with any of their versions."""
     names = []
     for found in pkgutil.walk_packages(softmax_rnn.__path__, "softmax_rnn."):
-        if found.name.endswith(("__main__", "triton_kernels", "triton_tiles")):
+        if found.name.endswith(("__main__", "gpu.pair_kernels", "gpu.tiles")):
             continue
         module = importlib.import_module(found.name)
         for line in inspect.getsource(module).splitlines():

@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from softmax_rnn.ops.attention import attention
 from softmax_rnn.ops.context_parallel import context_parallel_attention
 from softmax_rnn.ops.fitting import fit_series
-from softmax_rnn.ops.layer import Attention
-from softmax_rnn.ops.layer_options import LayerOptions
+from softmax_rnn.ops.layer.attention import Attention
 from softmax_rnn.ops.monomials import state_size
-from softmax_rnn.ops.operation import attention
+from softmax_rnn.ops.options import LayerOptions
 from softmax_rnn.ops.plan import forms
 from softmax_rnn.ops.series import order_for, remainder_bound
 from softmax_rnn.ops.spec import AttentionSpec

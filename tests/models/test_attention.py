@@ -8,7 +8,7 @@ from transformers.cache_utils import DynamicCache
 
 from softmax_rnn import SoftmaxRNNConfig, SoftmaxRNNForCausalLM
 from softmax_rnn.models.attention import LlamaAttention
-from softmax_rnn.ops import operation
+from softmax_rnn.ops import attention as operation
 
 
 def test_an_additive_mask_is_read_as_a_boolean_one() -> None:

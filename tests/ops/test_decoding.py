@@ -12,8 +12,9 @@ from torch.autograd import forward_ad
 
 import softmax_rnn as sr
 from quick import first_quick
-from softmax_rnn.ops import operation
-from softmax_rnn.ops.forms import native_library, native_token
+from softmax_rnn.ops import attention as operation
+from softmax_rnn.ops.forms.cpu import library as native_library
+from softmax_rnn.ops.forms.cpu import token as native_token
 from softmax_rnn.ops.forms.token import Weights
 from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.plan import planned

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import softmax_rnn as sr
 from softmax_rnn import Attention, LayerOptions
-from softmax_rnn.ops.layer import rotate
+from softmax_rnn.ops.layer.attention import rotate
 
 
 @pytest.mark.parametrize("name", sr.variants())

@@ -15,8 +15,8 @@ from torch import Tensor
 import softmax_rnn as sr
 from cases import Shape, make_case
 from softmax_rnn.analysis.capacity import effective_features, largest_rank
-from softmax_rnn.ops import layer_core
-from softmax_rnn.ops.layer_options import LayerFeatureMap
+from softmax_rnn.ops.layer import core as layer_core
+from softmax_rnn.ops.options import LayerFeatureMap
 from softmax_rnn.ops.variants import FAMILIES, WHOLE
 
 # What the layer of a name adds, for which the operation has no argument.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from cases import WIDENED, Shape, assert_close, make_case
-from softmax_rnn.ops.layer_parts import ShortConvolution
+from softmax_rnn.ops.layer.parts import ShortConvolution
 from strategies import specs
 from test_window import PER_TOKEN
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from softmax_rnn.ops import formula
-from softmax_rnn.ops import layer_core as layer_module
+from softmax_rnn.ops.layer import core as layer_module
 from softmax_rnn.ops.systems import SYSTEMS
 
 HEADS, KV_HEADS, TOKENS = 4, 2, 11

@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser, Namespace
 from softmax_rnn._utils.files import require_writable, write_json
 from softmax_rnn.cli.command import CACHES, Command, show, show_paths, write_report
 from softmax_rnn.experiments.scales import SCALES
-from softmax_rnn.ops.layer_options import LayerOptions
+from softmax_rnn.ops.options import LayerOptions
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.variants import ALIASES, FAMILIES, layer_options, variants
 

@@ -10,8 +10,8 @@ from transformers.cache_utils import Cache
 
 from softmax_rnn.models.cache import RecurrentCache
 from softmax_rnn.ops.inputs import require_first_keys
-from softmax_rnn.ops.layer import Attention
-from softmax_rnn.ops.layer_core import Projected
+from softmax_rnn.ops.layer.attention import Attention
+from softmax_rnn.ops.layer.core import Projected
 
 
 class LlamaAttention(Attention):

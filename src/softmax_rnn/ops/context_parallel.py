@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, distributed
 
 from softmax_rnn._utils.errors import unknown
+from softmax_rnn.ops.attention import attention
 from softmax_rnn.ops.decay import FLOOR, per_key_decay
-from softmax_rnn.ops.forms.magnitudes import fading
+from softmax_rnn.ops.forms.chunks.magnitudes import fading
 from softmax_rnn.ops.inputs import check_per_key, checked_mask
 from softmax_rnn.ops.monomials import degrees, monomials, state_rows, state_size
-from softmax_rnn.ops.operation import attention
 from softmax_rnn.ops.plan import FORMS
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State

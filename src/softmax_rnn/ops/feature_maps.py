@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softmax_rnn.ops.forms import native_maps
+from softmax_rnn.ops.forms.cpu import maps as native_maps
 from softmax_rnn.ops.forms.first_order import differentiated
 from softmax_rnn.ops.forms.row_sums import compute_dtype
 

@@ -24,14 +24,19 @@ from torch.autograd import forward_ad
 from softmax_rnn._utils.errors import unknown
 from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.forms import fused, native, native_library, native_token, triton, triton_chunks
-from softmax_rnn.ops.forms.blocked import blocked
-from softmax_rnn.ops.forms.chunk_plan import Loops
-from softmax_rnn.ops.forms.chunked import chunked
-from softmax_rnn.ops.forms.dense import dense
+from softmax_rnn.ops.forms.chunks.chunked import chunked
+from softmax_rnn.ops.forms.chunks.settings import Loops
+from softmax_rnn.ops.forms.cpu import library as native_library
+from softmax_rnn.ops.forms.cpu import pairs as native
+from softmax_rnn.ops.forms.cpu import token as native_token
 from softmax_rnn.ops.forms.first_order import transformed, wrapped
+from softmax_rnn.ops.forms.gpu import chunks as triton_chunks
+from softmax_rnn.ops.forms.gpu import pairs as triton
+from softmax_rnn.ops.forms.gpu.layout import MAX_ORDER
+from softmax_rnn.ops.forms.pairs import fused
+from softmax_rnn.ops.forms.pairs.blocked import blocked
+from softmax_rnn.ops.forms.pairs.dense import dense
 from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype
-from softmax_rnn.ops.forms.triton_layout import MAX_ORDER
 from softmax_rnn.ops.inputs import Call, check, check_per_key
 from softmax_rnn.ops.monomials import cumulative_dimension, degrees
 from softmax_rnn.ops.series import MAX_RADIUS, order_for
@@ -605,7 +610,7 @@ def _path(s: Signature, form: str) -> Path:
 
 
 def _computes_token(spec: AttentionSpec, dtype: torch.dtype) -> bool:
-    """Whether ``native_token`` computes a spec: the quotient of a finite series."""
+    """Whether ``cpu/token.py`` computes a spec: the quotient of a finite series."""
     plain = spec.norm == "none" and spec.output_gate == "none" and not spec.input_gate
     series = spec.has_state and spec.window is None and not spec.learned_coefficients
     quotient = spec.row_sum == RowSum() and spec.decay != "channel"

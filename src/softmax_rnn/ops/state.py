@@ -17,7 +17,7 @@ from torch import Tensor
 from softmax_rnn._utils.errors import differences
 from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.ops.compiler import constant_when_compiled
-from softmax_rnn.ops.forms.magnitudes import powers
+from softmax_rnn.ops.forms.chunks.magnitudes import powers
 from softmax_rnn.ops.forms.row_sums import compute_dtype, visible_keys
 from softmax_rnn.ops.monomials import cumulative_dimension, degrees, state_rows, state_size
 from softmax_rnn.ops.spec import AttentionSpec
@@ -60,7 +60,7 @@ class State:
             tokens.
         magnitudes: ``sum_s |k_sd|^n`` for the powers n > 0 of the spec and the channels d, which
             fade as the sums do: their rounding errors follow from what was added
-            (``forms/magnitudes.py``); [B, Hkv, powers, D]. ``None`` if no row sum can cancel.
+            (``magnitudes.py``); [B, Hkv, powers, D]. ``None`` if no row sum can cancel.
         largest: the largest absolute value so far, after its gate, [B, Hkv]; beside magnitudes.
         visible: number of visible keys so far, for the length denominators; [B], int64.
         tokens: number of positions so far, hidden ones included; an int64 tensor in a state at

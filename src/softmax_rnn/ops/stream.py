@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from softmax_rnn._utils.units import bytes_text
+from softmax_rnn.ops.attention import attention
 from softmax_rnn.ops.monomials import degrees
-from softmax_rnn.ops.operation import attention
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State
 from softmax_rnn.ops.variants import resolve

@@ -29,7 +29,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from softmax_rnn.ops.layer_options import LayerOptions as Layer
+from softmax_rnn.ops.options import LayerOptions as Layer
 from softmax_rnn.ops.spec import AttentionSpec as Spec
 
 

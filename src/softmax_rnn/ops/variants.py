@@ -14,7 +14,7 @@ import torch
 
 from softmax_rnn._utils.errors import differences, unknown
 from softmax_rnn.ops.compiler import constant_when_compiled
-from softmax_rnn.ops.layer_options import LayerOptions
+from softmax_rnn.ops.options import LayerOptions
 from softmax_rnn.ops.spec import INVERSE_SQRT
 from softmax_rnn.ops.spec import AttentionSpec as Spec
 from softmax_rnn.ops.systems import SYSTEMS, Variant

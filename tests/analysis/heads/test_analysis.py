@@ -26,7 +26,7 @@ from softmax_rnn.analysis.heads.result import Analysis, write
 from softmax_rnn.analysis.heads.table import table
 from softmax_rnn.data import TaskRows, TokenBlocks, parse_task
 from softmax_rnn.data.tokenizer import byte_tokenizer
-from softmax_rnn.ops import layer_core as layer_module
+from softmax_rnn.ops.layer import core as layer_module
 from softmax_rnn.training import RunConfig, train
 from softmax_rnn.training.run import load_corpus
 from test_modeling import build

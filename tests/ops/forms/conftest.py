@@ -13,7 +13,7 @@ import pytest
 import torch
 from triton_cases import forget_the_kernels
 
-from softmax_rnn.ops.forms import native_library
+from softmax_rnn.ops.forms.cpu import library as native_library
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from torch import Tensor
 import softmax_rnn as sr
 from cases import WIDENED, Case, Shape, assert_close, make_case
 from softmax_rnn.ops.decay import FLOOR, per_key_decay
-from softmax_rnn.ops.forms.blocks import BLOCK, Blocks, Step
+from softmax_rnn.ops.forms.pairs.blocks import BLOCK, Blocks, Step
 
 LONG = Shape(1, 4, 2, 900, 930, 8, 6)
 

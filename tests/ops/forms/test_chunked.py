@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import softmax_rnn as sr
 from cases import WIDENED, Case, Shape, assert_close, make_case
-from softmax_rnn.ops.forms import native_library
-from softmax_rnn.ops.forms.native_library import VARIABLE
-from softmax_rnn.ops.forms.torch_chunks import TorchChunks
+from softmax_rnn.ops.forms.chunks.loops import TorchChunks
+from softmax_rnn.ops.forms.cpu import library as native_library
+from softmax_rnn.ops.forms.cpu.library import VARIABLE
 from softmax_rnn.ops.monomials import state_rows
 
 CHUNK = 16

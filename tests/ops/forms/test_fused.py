@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import softmax_rnn as sr
 from cases import Shape, assert_close, make_case
 from softmax_rnn.ops import plan
-from softmax_rnn.ops.forms import fused
-from softmax_rnn.ops.forms.dense import dense
+from softmax_rnn.ops.forms.pairs import fused
+from softmax_rnn.ops.forms.pairs.dense import dense
 from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.spec import AttentionSpec
 

@@ -15,12 +15,14 @@ from torch import Tensor, library
 
 import softmax_rnn as sr
 from cancellation import CANCELLING, exact
-from softmax_rnn.ops import operation, plan
+from softmax_rnn.ops import attention as operation
+from softmax_rnn.ops import plan
 from softmax_rnn.ops.finish import SUM_GUARD
-from softmax_rnn.ops.forms import magnitudes, native_library
-from softmax_rnn.ops.forms.chunked import chunked
-from softmax_rnn.ops.forms.columns import Columns
-from softmax_rnn.ops.forms.dense import dense
+from softmax_rnn.ops.forms.chunks import magnitudes
+from softmax_rnn.ops.forms.chunks.chunked import chunked
+from softmax_rnn.ops.forms.chunks.columns import Columns
+from softmax_rnn.ops.forms.cpu import library as native_library
+from softmax_rnn.ops.forms.pairs.dense import dense
 from strategies import coefficients
 
 # Over so many tokens, rounding errors add up to at most this many of `Exact.rounding`.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from cases import WIDENED, Shape, assert_close, make_case
-from softmax_rnn.ops.forms import native_library
+from softmax_rnn.ops.forms.cpu import library as native_library
 from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.plan import planned
 

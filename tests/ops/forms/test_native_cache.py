@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from softmax_rnn._utils.trusted import locked, objection
-from softmax_rnn.ops.forms import native_library
+from softmax_rnn.ops.forms.cpu import library as native_library
 
 pytestmark = pytest.mark.skipif(
     bool(native_library.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from softmax_rnn.ops import plan
-from softmax_rnn.ops.forms import native_library
-from softmax_rnn.ops.forms.chunked import chunked
+from softmax_rnn.ops.forms.chunks.chunked import chunked
+from softmax_rnn.ops.forms.cpu import library as native_library
 from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.monomials import state_rows
 

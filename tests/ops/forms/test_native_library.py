@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import softmax_rnn as sr
-from softmax_rnn.ops.forms import native_library
+from softmax_rnn.ops.forms.cpu import library as native_library
 
 needs_library = pytest.mark.skipif(
     bool(native_library.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
@@ -142,7 +142,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_that_it_has_not() -> None:
 PROGRAM = """
 import sys
 from pathlib import Path
-from softmax_rnn.ops.forms import native_library
+from softmax_rnn.ops.forms.cpu import library as native_library
 native_library.SOURCES, native_library.HEADERS = [Path(sys.argv[1])], []
 assert native_library.load().answer() == 42
 """

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from cases import WIDENED, Shape, make_case
-from softmax_rnn.ops import operation
-from softmax_rnn.ops.forms import chunked as module
+from softmax_rnn.ops import attention as operation
+from softmax_rnn.ops.forms.chunks import chunked as module
 
 SPECS = {
     **{name: spec for name, spec in WIDENED.items() if "chunked" in sr.forms(spec)},

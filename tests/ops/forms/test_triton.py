@@ -22,8 +22,8 @@ from triton_cases import (
 
 import softmax_rnn as sr
 from cases import LAYOUTS, WIDENED, Shape, assert_close, make_case
-from softmax_rnn.ops.forms import triton as form
-from softmax_rnn.ops.forms.dense import dense
+from softmax_rnn.ops.forms.gpu import pairs as form
+from softmax_rnn.ops.forms.pairs.dense import dense
 from softmax_rnn.ops.spec import AttentionSpec
 
 pytest.importorskip("triton", reason="Triton is not installed")

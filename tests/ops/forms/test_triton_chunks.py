@@ -16,11 +16,11 @@ import softmax_rnn as sr
 from cases import Shape, assert_close, make_case
 from softmax_rnn.ops import plan
 from softmax_rnn.ops.decay import per_key_decay
-from softmax_rnn.ops.forms import triton_chunks
-from softmax_rnn.ops.forms.chunked import chunked
-from softmax_rnn.ops.forms.dense import dense
+from softmax_rnn.ops.forms.chunks.chunked import chunked
+from softmax_rnn.ops.forms.gpu import chunks as triton_chunks
+from softmax_rnn.ops.forms.gpu.layout import layout
+from softmax_rnn.ops.forms.pairs.dense import dense
 from softmax_rnn.ops.forms.row_sums import RowSums
-from softmax_rnn.ops.forms.triton_layout import layout
 from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.monomials import state_rows
 from softmax_rnn.ops.spec import AttentionSpec

@@ -265,7 +265,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from softmax_rnn import AttentionSpec
-from softmax_rnn.ops.forms import triton as form
+from softmax_rnn.ops.forms.gpu import pairs as form
 
 autotuned, sizes = form._autotuned, []
 form._TILES = {size: tiles[-1:] for size, tiles in form._TILES.items()}

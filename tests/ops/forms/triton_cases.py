@@ -22,13 +22,13 @@ TOLERANCE = {
 }
 
 
-KERNELS = "softmax_rnn.ops.forms.triton_kernels"
+KERNELS = "softmax_rnn.ops.forms.gpu.pair_kernels"
 
 
-TILES = "softmax_rnn.ops.forms.triton_tiles"
+TILES = "softmax_rnn.ops.forms.gpu.tiles"
 CHUNK_KERNELS = (
-    "softmax_rnn.ops.forms.triton_chunk_kernels",
-    "softmax_rnn.ops.forms.triton_state_tiles",
+    "softmax_rnn.ops.forms.gpu.chunk_kernels",
+    "softmax_rnn.ops.forms.gpu.state_tiles",
 )
 
 

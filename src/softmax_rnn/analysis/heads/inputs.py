@@ -16,8 +16,8 @@ from softmax_rnn.conversion.model import ConvertedModel
 from softmax_rnn.ops.decay import per_key_decay
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.row_sums import compute_dtype, visible
-from softmax_rnn.ops.layer import Attention
-from softmax_rnn.ops.layer_core import Projected
+from softmax_rnn.ops.layer.attention import Attention
+from softmax_rnn.ops.layer.core import Projected
 from softmax_rnn.ops.spec import AttentionSpec
 
 Layer = Attention | ConvertedLayer

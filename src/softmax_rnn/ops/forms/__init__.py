@@ -2,5 +2,5 @@
 
 Every form computes :class:`RowSums` from feature-mapped queries and keys and (gated) values. The
 forms agree up to rounding errors. Tests compare each form with ``formula.attention``;
-``dispatch.py`` chooses a form.
+``plan.py`` chooses a form.
 """

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softmax_rnn.ops.finite import within_range
-from softmax_rnn.ops.forms import native_token
+from softmax_rnn.ops.forms.cpu import token as native_token
 from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.spec import AttentionSpec, Decay, FeatureMap, Series
