@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import softmax_rnn
 
@@ -74,3 +75,14 @@ def test_no_private_name_of_transformers_or_accelerate_is_overridden_or_imported
                     if re.match("_(?!_)", name) and any(hasattr(base, name) for base in bases)
                 ]
     assert not names
+
+
+def test_other_packages_use_the_names_of_the_operation_alone() -> None:
+    """Not its inside, which may change; `softmax_rnn` itself says where its names come from."""
+    folder = Path(softmax_rnn.__file__).parent
+    for path in folder.rglob("*.py"):
+        if (folder / "ops") in path.parents or path == folder / "__init__.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert not str(node.module).startswith("softmax_rnn.ops."), path

@@ -15,10 +15,7 @@ from scipy.optimize import brentq
 from scipy.special import ndtr, roots_hermitenorm, roots_jacobi
 from torch import Tensor
 
-from softmax_rnn.ops.monomials import degrees, dimension
-from softmax_rnn.ops.series import PowerSeries
-from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.variants import resolve
+from softmax_rnn.ops import AttentionSpec, PowerSeries, degrees, dimension, resolve
 
 _NODES = 200  # of each quadrature
 

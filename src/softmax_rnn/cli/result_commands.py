@@ -7,12 +7,11 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from softmax_rnn import variants
 from softmax_rnn._utils.files import require_writable, write_json
 from softmax_rnn.cli.command import CACHES, Command, show, show_paths, write_report
 from softmax_rnn.experiments.scales import SCALES
-from softmax_rnn.ops.options import LayerOptions
-from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.variants import ALIASES, FAMILIES, layer_options, variants
+from softmax_rnn.ops import ALIASES, FAMILIES, AttentionSpec, LayerOptions, layer_options
 
 
 def _claims_options(parser: ArgumentParser, _: dict[str, Any]) -> None:

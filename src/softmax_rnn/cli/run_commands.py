@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from softmax_rnn import variants
 from softmax_rnn._utils.errors import require_choice
 from softmax_rnn._utils.plain_yaml import parse_fields
 from softmax_rnn._utils.progress import notice
@@ -28,7 +29,6 @@ from softmax_rnn.cli.command import (
 )
 from softmax_rnn.experiments.figures import FIGURES
 from softmax_rnn.experiments.scales import SCALES
-from softmax_rnn.ops.variants import variants
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.stopping import StopRequest, time_left
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from softmax_rnn.models.cache import LAYERS, RecurrentLayer
-from softmax_rnn.ops.padding import hidden_first, taken
+from softmax_rnn.ops import hidden_first, taken
 
 
 class StateLayer(RecurrentLayer):

@@ -20,7 +20,7 @@ from softmax_rnn.conversion.layer import CONVERTED, INPUTS, PART, UNSUPPORTED, C
 from softmax_rnn.conversion.model import ConvertedModel, converted_config, converted_model
 from softmax_rnn.conversion.probe import Call, explained, implementation, inputs_of, sample_tokens
 from softmax_rnn.conversion.record import ConvertedAttention
-from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops import AttentionSpec
 
 _SOFTMAX = AttentionSpec().to_dict()
 # Tensors that a family's module may pass to its attention without an effect on the result.

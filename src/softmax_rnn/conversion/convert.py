@@ -24,9 +24,7 @@ from softmax_rnn.conversion.layer import ConvertedLayer
 from softmax_rnn.conversion.model import converted_config, converted_model, register
 from softmax_rnn.conversion.probe import Call, examined, inputs_of, rotations
 from softmax_rnn.conversion.record import ConvertedAttention
-from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.systems import Variant
-from softmax_rnn.ops.variants import resolve_layer
+from softmax_rnn.ops import AttentionSpec, Variant, resolve_layer
 
 # The types of layers (in a configuration's layer_types) whose attention a conversion keeps.
 _LAYER_TYPES = ("full_attention", "attention", "sliding_attention")

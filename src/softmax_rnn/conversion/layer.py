@@ -18,14 +18,19 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
+from softmax_rnn import attention
 from softmax_rnn.conversion.cache import KeyValueLayer, StateLayer, with_earlier
 from softmax_rnn.conversion.record import ConvertedAttention
 from softmax_rnn.conversion.rotations import unrotated
 from softmax_rnn.models.masks import mask_of_family
-from softmax_rnn.ops.attention import attention
-from softmax_rnn.ops.inputs import is_per_key, require_first_keys
-from softmax_rnn.ops.layer.core import AttentionCore, Mapped, Projected
-from softmax_rnn.ops.options import LayerOptions
+from softmax_rnn.ops import (
+    AttentionCore,
+    LayerOptions,
+    Mapped,
+    Projected,
+    is_per_key,
+    require_first_keys,
+)
 
 CONVERTED = "softmax_rnn_converted"  # the attention's name in transformers, and the model type
 PROBE = "softmax_rnn_probe"  # the one of probe.py, which notes its calls

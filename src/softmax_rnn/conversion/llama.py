@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from softmax_rnn._utils.errors import shown
 from softmax_rnn.models.configuration import SoftmaxRNNConfig
 from softmax_rnn.models.modeling import SoftmaxRNNForCausalLM
-from softmax_rnn.ops.variants import resolve_layer
+from softmax_rnn.ops import resolve_layer
 
 _SOFTMAX, _PLAIN = (part.to_dict() for part in resolve_layer("softmax"))
 _SOURCES = ("llama", "mistral", SoftmaxRNNConfig.model_type)

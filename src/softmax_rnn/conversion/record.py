@@ -10,8 +10,7 @@ from typing import Any
 
 from softmax_rnn._utils.errors import shown, unknown
 from softmax_rnn.conversion.rotations import NO_POSITIONS, ROTATIONS
-from softmax_rnn.ops.options import LayerOptions
-from softmax_rnn.ops.spec import INVERSE_SQRT, AttentionSpec, Denominator
+from softmax_rnn.ops import INVERSE_SQRT, AttentionSpec, Denominator, LayerOptions
 
 _FAMILY_OPTIONS: dict[str, Any] = {"qk_dim": None, "rotary": True, "short_convolution": 0}
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softmax_rnn.ops.forms.row_sums import compute_dtype
+from softmax_rnn.ops import compute_dtype
 
 
 class Rotation(NamedTuple):

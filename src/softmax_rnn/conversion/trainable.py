@@ -13,7 +13,7 @@ from softmax_rnn.conversion.convert import convert
 from softmax_rnn.conversion.layer import ConvertedLayer, converted_layers
 from softmax_rnn.conversion.lora import add_lora
 from softmax_rnn.conversion.model import ConvertedModel
-from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops import AttentionSpec
 
 if TYPE_CHECKING:
     from softmax_rnn.training.config import ConversionConfig

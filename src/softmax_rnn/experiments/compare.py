@@ -10,9 +10,7 @@ from typing import Any
 
 from softmax_rnn._utils.plain_yaml import parse_yaml
 from softmax_rnn.experiments.plan import PlannedRun, require_different, run_folder
-from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.systems import Variant
-from softmax_rnn.ops.variants import resolve_layer
+from softmax_rnn.ops import AttentionSpec, Variant, resolve_layer
 from softmax_rnn.report.table import may_name
 from softmax_rnn.training.config import RunConfig
 

@@ -9,9 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from softmax_rnn.models.cache import RecurrentCache
-from softmax_rnn.ops.inputs import require_first_keys
-from softmax_rnn.ops.layer.attention import Attention
-from softmax_rnn.ops.layer.core import Projected
+from softmax_rnn.ops import Attention, Projected, require_first_keys
 
 
 class LlamaAttention(Attention):

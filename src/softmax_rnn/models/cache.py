@@ -15,14 +15,16 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from softmax_rnn._utils.files import file_aside
-from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.forms.chunks.magnitudes import powers
-from softmax_rnn.ops.forms.row_sums import compute_dtype
-from softmax_rnn.ops.layer.maps import key_widths
-from softmax_rnn.ops.monomials import state_size
-from softmax_rnn.ops.options import LayerOptions
-from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.state import State
+from softmax_rnn.ops import (
+    FEATURE_MAPS,
+    AttentionSpec,
+    LayerOptions,
+    State,
+    compute_dtype,
+    key_widths,
+    powers,
+    state_size,
+)
 
 
 class RecurrentCache(Cache):

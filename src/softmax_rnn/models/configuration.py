@@ -7,9 +7,7 @@ from typing import Any
 from transformers import AutoConfig, LlamaConfig
 
 from softmax_rnn._utils.errors import unknown
-from softmax_rnn.ops.options import LayerOptions
-from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.variants import resolve_layer
+from softmax_rnn.ops import AttentionSpec, LayerOptions, resolve_layer
 from softmax_rnn.sizes import SIZES
 
 # Name under which the mask maker is registered (see modeling.py).

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from softmax_rnn.ops.layer.parts import LayerPart
+from softmax_rnn.ops import LayerPart
 
 
 def initialize(model: PreTrainedModel, seed: int) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from softmax_rnn._utils.units import bytes_text
-from softmax_rnn.ops.monomials import state_size
+from softmax_rnn.ops import state_size
 from softmax_rnn.training.config import RunConfig
 
 _BYTES = 4  # of a float32 number

@@ -11,12 +11,11 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
+from softmax_rnn import variants
 from softmax_rnn._utils.errors import differences
 from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.data.tasks import is_task
-from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.systems import Variant
-from softmax_rnn.ops.variants import resolve_layer, variants
+from softmax_rnn.ops import AttentionSpec, Variant, resolve_layer
 from softmax_rnn.report.memory import LayerMemory, layer_memory
 from softmax_rnn.report.statistics import BLOCKS_ONLY, Difference, paired_runs
 from softmax_rnn.report.terminal import terminal_table

@@ -23,9 +23,7 @@ from softmax_rnn._utils.validation import (
     Seed,
     validated,
 )
-from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.systems import Variant
-from softmax_rnn.ops.variants import resolve_layer
+from softmax_rnn.ops import AttentionSpec, Variant, resolve_layer
 from softmax_rnn.sizes import SIZES
 
 Precision = Literal["auto", "fp32", "bf16"]

@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
 from softmax_rnn.data.rows import IGNORED
-from softmax_rnn.ops.layer.core import AttentionCore
+from softmax_rnn.ops import AttentionCore
 from softmax_rnn.training.config import ConversionConfig, TrainingConfig
 
 

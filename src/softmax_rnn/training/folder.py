@@ -38,9 +38,7 @@ from typing_extensions import TypedDict
 from softmax_rnn._utils.errors import differences
 from softmax_rnn._utils.files import file_aside, sync, write_json, writing
 from softmax_rnn._utils.validation import Count, NonNegative, PositiveInt, Share, Text, validated
-from softmax_rnn.ops.options import LayerOptions
-from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.systems import Variant
+from softmax_rnn.ops import AttentionSpec, LayerOptions, Variant
 from softmax_rnn.training.config import RunConfig, TrainingConfig, load_config
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")

@@ -13,12 +13,15 @@ from transformers import PreTrainedModel
 from softmax_rnn.conversion.convert import softmax_layers
 from softmax_rnn.conversion.layer import ConvertedLayer
 from softmax_rnn.conversion.model import ConvertedModel
-from softmax_rnn.ops.decay import per_key_decay
-from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.forms.row_sums import compute_dtype, visible
-from softmax_rnn.ops.layer.attention import Attention
-from softmax_rnn.ops.layer.core import Projected
-from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops import (
+    FEATURE_MAPS,
+    Attention,
+    AttentionSpec,
+    Projected,
+    compute_dtype,
+    per_key_decay,
+    visible,
+)
 
 Layer = Attention | ConvertedLayer
 

@@ -16,8 +16,7 @@ import torch
 from scipy.special import ive
 from torch import Tensor
 
-from softmax_rnn.ops.finish import SUM_GUARD
-from softmax_rnn.ops.series import MAX_RADIUS
+from softmax_rnn.ops import MAX_RADIUS, SUM_GUARD
 
 _NEGLIGIBLE = 1e-17  # relative to a row's weight sum; adding it does not change a float64 sum
 

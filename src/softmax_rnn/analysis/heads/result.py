@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from softmax_rnn._utils.files import write_json, write_text
-from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops import AttentionSpec
 
 
 @dataclass(frozen=True)

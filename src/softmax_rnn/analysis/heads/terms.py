@@ -13,8 +13,7 @@ from torch import Tensor
 from softmax_rnn.analysis.heads.inputs import HeadInputs
 from softmax_rnn.analysis.heads.orders import Rows, add_errors, chebyshev, summed, taylor
 from softmax_rnn.analysis.heads.weights import WeightSums
-from softmax_rnn.ops.decay import fade_
-from softmax_rnn.ops.series import MAX_RADIUS, order_for
+from softmax_rnn.ops import MAX_RADIUS, fade_, order_for
 
 PERCENTILE = 99
 ORDERS = ("order_needed", "order_shifted", "effective_order")  # about 0; shifted; Chebyshev
