@@ -32,6 +32,7 @@ from softmax_rnn.ops.forms.cpu import token as native_token
 from softmax_rnn.ops.forms.first_order import transformed, wrapped
 from softmax_rnn.ops.forms.gpu import chunks as triton_chunks
 from softmax_rnn.ops.forms.gpu import pairs as triton
+from softmax_rnn.ops.forms.gpu import proof
 from softmax_rnn.ops.forms.gpu.layout import MAX_ORDER
 from softmax_rnn.ops.forms.pairs import fused
 from softmax_rnn.ops.forms.pairs.blocked import blocked
@@ -244,6 +245,18 @@ def _triton_refuses(s: Signature) -> str:
     return ""
 
 
+def _triton_best(s: Signature) -> bool:
+    """A kernel is believed once it has proved itself; on a CPU it is for tests alone."""
+    if s.device == "cpu" or s.stateful or _triton_lacks(s.spec, s.device) or _triton_refuses(s):
+        return False
+    return not _unproven(s, "pairs")
+
+
+def _unproven(s: Signature, kind: proof.Kind) -> str:
+    of_sizes = s.q[3], s.v[3], s.types[1]
+    return "" if s.numbers == "no" else proof.failure(kind, s.spec, s.dtype, *of_sizes)
+
+
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -270,9 +283,7 @@ def _chunked_best(s: Signature) -> bool:
 FORMS: dict[str, Form] = {
     "native": Form(native.native, _native_lacks, _native_refuses, _native_best, maps=True),
     "fused": Form(fused.fused, _fused_lacks, _fused_refuses),
-    "triton": Form(
-        triton.triton, _triton_lacks, _triton_refuses, lambda s: s.device != "cpu", maps=True
-    ),
+    "triton": Form(triton.triton, _triton_lacks, _triton_refuses, _triton_best, maps=True),
     "blocked": Form(blocked, best=lambda s: not s.few),
     "chunked": Form(chunked, _state_lacks, best=_chunked_best, stateful=True),
     "recurrent": Form(
@@ -545,7 +556,8 @@ def loops(s: Signature, chunk: int) -> Loops:
     if s.causal and s.q[2] == s.k[2] == 1:
         return "torch"
     if s.device == "cuda":
-        return "torch" if triton_chunks_refuse(s, chunk) else "triton"
+        refused = triton_chunks_refuse(s, chunk) or _unproven(s, "chunks")
+        return "torch" if refused else "triton"
     native = (
         s.device == "cpu"
         and s.spec.decay != "channel"

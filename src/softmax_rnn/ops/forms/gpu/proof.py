@@ -1,0 +1,217 @@
+"""A kernel proves itself before ``form="auto"`` believes it.
+
+On the first use of a kind of kernel on a device, its sums and gradients of a small case are
+compared with those of ``dense`` in float64. What is found is kept on disk, under a hash of the
+device, its driver, the versions of PyTorch and Triton, and the sources: each is tried once. A
+kernel that fails, or does not compile, is not used by ``auto``: there is one warning, and the next
+form computes the call. Who asks for a form by name gets it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from softmax_rnn._utils.files import read_small_json, write_json
+from softmax_rnn._utils.integrity import sha256
+from softmax_rnn._utils.machine import cache_folder, in_proc
+from softmax_rnn._utils.trusted import own_folder
+from softmax_rnn.ops.compiler import constant_when_compiled
+from softmax_rnn.ops.feature_maps import FEATURE_MAPS
+from softmax_rnn.ops.forms.chunks.chunked import chunked
+from softmax_rnn.ops.forms.gpu.pairs import triton
+from softmax_rnn.ops.forms.pairs.dense import dense
+from softmax_rnn.ops.forms.row_sums import RowSums
+from softmax_rnn.ops.spec import AttentionSpec
+
+Kind = Literal["pairs", "chunks"]
+
+# Several tiles, the last ones short; more keys than queries.
+_QUERIES, _KEYS = 130, 150
+_WINDOW = 70  # a wider one would hide nothing
+# Relative errors that are not rounding. Products of float32 may be TF32.
+_TOLERANCE = {
+    torch.float64: 1e-8,
+    torch.float32: 5e-3,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
+
+
+@constant_when_compiled
+def failure(
+    kind: Kind,
+    spec: AttentionSpec,
+    dtype: torch.dtype,
+    width: int,
+    values: int,
+    device: torch.device,
+) -> str:
+    """Why a kernel is not to be used, in words; empty for one that is right.
+
+    Args:
+        kind: ``pairs`` (``pairs.py``) or ``chunks`` (``chunks.py``).
+        spec: what is computed; only its weights matter.
+        dtype: that of queries, keys and values.
+        width: that of queries and keys.
+        values: that of values.
+        device: a GPU, or the CPU in Triton's interpreter.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    return _known(kind, _weights(spec, width), dtype, width, values, device)
+
+
+def _weights(spec: AttentionSpec, width: int) -> AttentionSpec:
+    """A spec with the same weights of moderate size, and nothing that comes after the sums."""
+    scale = spec.score_scale(width)
+    return replace(
+        spec,
+        scale=math.copysign(1 / math.sqrt(width), scale),
+        denominator="none" if spec.row_sum is None else "sum_plus_one",
+        epsilon=0.0,
+        floor=0.0,
+        norm="none",
+        input_gate=False,
+        output_gate="none",
+        window=None if spec.window is None else min(spec.window, _WINDOW),
+        global_keys=min(spec.global_keys, 3),
+    )
+
+
+@functools.cache
+def _known(kind: Kind, spec: AttentionSpec, dtype: torch.dtype, *where: Any) -> str:
+    """As :func:`failure`, from the disk if it was tried before."""
+    what = {"kind": kind, "spec": spec.to_dict(), "dtype": str(dtype), **_machine(*where)}
+    named = sha256(repr(sorted(what.items())))[:32] + ".json"
+    with suppress(OSError, ValueError), own_folder(_folder()) as folder:
+        kept = read_small_json(folder / named)
+        if isinstance(kept, dict) and isinstance(kept.get("failure"), str):
+            return _told(kept["failure"], what)
+    try:
+        found = _difference(kind, spec, dtype, *where)
+    except torch.OutOfMemoryError as problem:  # says nothing about the kernel
+        return _told(f"there was no memory to try it: {problem}", what)
+    except Exception as problem:  # Triton's compiler raises its own, of many kinds
+        found = f"{type(problem).__name__}: {str(problem).strip().partition(os.linesep)[0]}"
+    with suppress(OSError), own_folder(_folder()) as folder:
+        write_json(folder / named, what | {"failure": found})
+    return _told(found, what)
+
+
+def _told(failure: str, what: dict[str, Any]) -> str:
+    if failure:
+        warnings.warn(
+            f"The Triton kernel of {what['kind']} for {AttentionSpec.from_dict(what['spec'])} and "
+            f"{what['dtype']} is not used on {what['device']}: {failure}. Other forms are used "
+            "instead, which may be slower.",
+            stacklevel=2,
+        )
+    return failure
+
+
+def _folder() -> Path:
+    return cache_folder() / f"kernels-{os.geteuid()}"
+
+
+def _machine(width: int, values: int, device: torch.device) -> dict[str, Any]:
+    """Everything else that a result depends on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    with suppress(PackageNotFoundError):
+        return {
+            "width": width,
+            "values": values,
+            "device": name,
+            "driver": in_proc("driver/nvidia/version", r"Module\s+([\d.]+)"),
+            "torch": torch.__version__,
+            "triton": version("triton"),
+            "tf32": torch.backends.cuda.matmul.fp32_precision,
+            "sources": sha256("".join(path.read_text() for path in sources)),
+        }
+    raise OSError("Triton is not installed.")
+
+
+def _difference(
+    kind: Kind,
+    spec: AttentionSpec,
+    dtype: torch.dtype,
+    width: int,
+    values: int,
+    device: torch.device,
+) -> str:
+    """What of a small case differs from ``dense``, in words; empty for nothing."""
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    inputs = {
+        "q": normal(2, 4, _QUERIES, width).to(dtype),
+        "k": normal(2, 2, _KEYS, width).to(dtype),
+        "v": normal(2, 2, _KEYS, values).to(dtype),
+    }
+    if spec.decay != "none":
+        inputs["log_decay"] = -0.1 * normal(2, 2, _KEYS).abs()
+    if spec.learned_coefficients:
+        inputs["coefficients"] = normal(4, 1 + (spec.order or 0)).exp()
+    upstream = normal(2, 4, _QUERIES, values + 1)
+    compute: Callable[..., RowSums] = triton
+    if kind == "chunks":
+        compute = functools.partial(chunked, chunk=64, engine="triton")
+    maps = kind == "pairs"
+    with torch.inference_mode(False), torch.enable_grad():
+        found = _results(compute, spec, inputs, upstream, dtype, device, maps=maps)
+        exact = _results(dense, spec, inputs, upstream, torch.float64, device, maps=False)
+    for name, expected in exact.items():
+        size = float(expected.norm())
+        error = float((found[name] - expected).norm()) / max(size, 1e-30)
+        if not error <= _TOLERANCE[dtype]:
+            return f"its {name} has a relative error of {error:.1e}"
+    return ""
+
+
+def _results(
+    compute: Callable[..., RowSums],
+    spec: AttentionSpec,
+    inputs: dict[str, Tensor],
+    upstream: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    maps: bool,
+) -> dict[str, Tensor]:
+    """The sums, and the gradient of every input by its name."""
+    given = {}
+    for name, x in inputs.items():
+        given[name] = x.to(device, dtype if name in "qkv" else torch.float64, copy=True)
+        given[name].requires_grad_()
+    mapped = dict(given)
+    if not maps:
+        mapped |= {name: FEATURE_MAPS[spec.feature_map](given[name]) for name in "qk"}
+    rows = compute(**mapped, spec=spec, causal=True, mask=None)
+    parts = [rows.numerator.double()]
+    parts += [] if spec.row_sum is None else [_sum(rows).double().unsqueeze(-1)]
+    sums = torch.cat(parts, -1)
+    if rows.log_scale is not None:
+        sums = sums * rows.log_scale.detach().double().exp().unsqueeze(-1)
+    upstream = upstream[..., : sums.shape[-1]].to(device)
+    grads = torch.autograd.grad(sums, list(given.values()), upstream)
+    named = {f"gradient of {name}": x.double() for name, x in zip(given, grads, strict=True)}
+    return {"sums": sums.detach(), **named}
+
+
+def _sum(rows: RowSums) -> Tensor:
+    assert rows.weight_sum is not None
+    return rows.weight_sum
