@@ -98,7 +98,7 @@ def compile_all(capabilities: list[int], dtypes: list[str], widths: list[int]) -
                 v, decay = torch.zeros(1, 70, width + 1).mT, torch.zeros(1, 1, 70).double()
                 inputs = Columns(q, k, v, None, decay, None)
                 products = triton_chunks.product_type(getattr(torch, dtype))
-                chunks = triton_chunks.Chunks(spec, 0.1, products, True, 64, False)
+                chunks = triton_chunks.ChunkKernels(spec, 0.1, products, True, 64, False)
                 out = torch.zeros(1, 2, 70, width + 1).movedim(-1, 1)
                 kept, empty = (
                     q.new_empty(triton_chunks.states_shape(inputs, chunks)),

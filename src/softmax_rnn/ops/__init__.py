@@ -1,4 +1,26 @@
-"""The attention operation; it needs only torch and numpy. Other packages use these names alone."""
+"""The attention operation; it needs only torch and numpy. Other packages use these names alone.
+
+The letters of sizes, everywhere in this package:
+
+| letter | what                                                           |
+|--------|----------------------------------------------------------------|
+| B      | batch                                                          |
+| H      | query heads                                                    |
+| Hkv    | key/value heads                                                |
+| R      | query heads of a key/value head, ``H / Hkv``                   |
+| X      | all key/value heads, ``B * Hkv``                               |
+| T      | queries                                                        |
+| S      | keys                                                           |
+| L      | tokens of a block or a chunk                                   |
+| D      | width of queries and keys                                      |
+| E      | width of values                                                |
+| C      | value channels: ``E``, and one of ones for a row sum           |
+| M      | monomials; in a state its rows                                 |
+| N      | order: the highest power of a series                           |
+| P      | powers that have magnitudes                                    |
+
+``G`` is the running sum of log decays and nothing else.
+"""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ from softmax_rnn.ops.decay import fade_
 
 
 def channel_scores(q: Tensor, k: Tensor, total: Tensor) -> Tensor:
-    """The scores [heads, G, T, S]; 0 for keys after their query.
+    """The scores [heads, R, T, S]; 0 for keys after their query.
 
     Args:
-        q: queries [heads, G, T, D], at the last T positions.
+        q: queries [heads, R, T, D], at the last T positions.
         k: keys [heads, S, D].
         total: running sums of the log decays [heads, S, D], in float64 where there is one. Earlier
             keys than the queries' may be in any order.
@@ -58,7 +58,7 @@ def channel_gradients(dx: Tensor, q: Tensor, k: Tensor, total: Tensor) -> tuple[
 
 
 def _padded(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [heads, P, G, D], and zeros after the keys, where P is a power of two."""
+    """Queries [heads, P, R, D], and zeros after the keys, where P is a power of two."""
     rows = q.shape[2]
     more = (1 << (rows - 1).bit_length()) - rows
     q, k, total = (x if not more else F.pad(x, (0, 0, 0, more)) for x in (q, k, total))
@@ -66,14 +66,14 @@ def _padded(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def _own(x: Tensor) -> Tensor:
-    """The scores of keys at the queries' own positions, [heads, P, G], of [heads, G, P, K]."""
+    """The scores of keys at the queries' own positions, [heads, P, R], of [heads, R, P, K]."""
     return x[..., x.shape[3] - x.shape[2] :].diagonal(dim1=2, dim2=3).mT
 
 
 def _part(size: int, q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the factors and scores of ``n`` products of one size; 0 is keys before the block.
 
-    Queries [heads, n, i, G, D], keys [heads, n, j, D] and scores [heads, n, i, G, j].
+    Queries [heads, n, i, R, D], keys [heads, n, j, D] and scores [heads, n, i, R, j].
     """
     before = k.shape[1] - q.shape[1]
     x = x.transpose(1, 2)

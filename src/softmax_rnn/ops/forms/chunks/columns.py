@@ -14,15 +14,15 @@ from softmax_rnn.ops.spec import AttentionSpec
 
 
 class Columns(NamedTuple):
-    """The inputs of a call; N is B * Hkv.
+    """The inputs of a call; X is B * Hkv.
 
     Attributes:
-        queries: scaled, [N, D, G, T].
-        keys: [N, D, S].
-        values: value channels [N, C, S]; with a row sum there is one more channel, of ones.
-        state: [N, C, rows].
-        log_decay: [N, 1, S], or [N, D, S] per channel.
-        coefficients: [N, G, order + 1].
+        queries: scaled, [X, D, R, T].
+        keys: [X, D, S].
+        values: value channels [X, C, S]; with a row sum there is one more channel, of ones.
+        state: [X, C, rows].
+        log_decay: [X, 1, S], or [X, D, S] per channel.
+        coefficients: [X, R, order + 1].
     """
 
     queries: Tensor
@@ -95,7 +95,7 @@ def _balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_own_terms(sums: Tensor, spec: AttentionSpec, inputs: Columns) -> Tensor:
-    """The sums [N, C, G, T] of earlier keys and the query's own key, which does not fade."""
+    """The sums [X, C, R, T] of earlier keys and the query's own key, which does not fade."""
     q, coefficients = inputs.queries, inputs.coefficients
     k, v = (x[..., x.shape[-1] - q.shape[-1] :].unsqueeze(2) for x in (inputs.keys, inputs.values))
     if coefficients is not None:
@@ -107,9 +107,9 @@ def with_own_terms(sums: Tensor, spec: AttentionSpec, inputs: Columns) -> Tensor
 def from_columns(
     sums: Tensor, spec: AttentionSpec, k: Tensor, noise: Tensor | None, **after: Tensor | None
 ) -> RowSums:
-    """Sums [N, C, G, T], noise [N, G, T], and what is kept ``after`` the keys as :class:`RowSums`.
+    """Sums [X, C, R, T], noise [X, R, T], and what is kept ``after`` the keys as :class:`RowSums`.
 
-    ``after`` are the state [N, C, rows] and its magnitudes [N, P, D].
+    ``after`` are the state [X, C, rows] and its magnitudes [X, P, D].
     """
     sums = sums.unflatten(0, k.shape[:2]).movedim(2, -1).flatten(1, 2)
     kept = {name: x if x is None else x.unflatten(0, k.shape[:2]) for name, x in after.items()}

@@ -30,13 +30,13 @@ class Fading(NamedTuple):
     """The factors of a chunk; ``None`` for 1.
 
     Attributes:
-        queries: of queries that read the state, [N, D, G * L].
-        keys: of keys that are added to the state, [N, D, L].
-        sums: of what queries read from the state, [N, 1, G * L].
-        values: of value channels that are added to the state, [N, 1, L].
-        state: of the state before the chunk, [N, 1, rows] or [N, 1, 1].
-        pairs: of the weights within the chunk, [N or 1, L, L]; 0 for later keys.
-        total: ``G`` per channel, [N, D, L], for the scores within the chunk.
+        queries: of queries that read the state, [X, D, R * L].
+        keys: of keys that are added to the state, [X, D, L].
+        sums: of what queries read from the state, [X, 1, R * L].
+        values: of value channels that are added to the state, [X, 1, L].
+        state: of the state before the chunk, [X, 1, rows] or [X, 1, 1].
+        pairs: of the weights within the chunk, [X or 1, L, L]; 0 for later keys.
+        total: ``G`` per channel, [X, D, L], for the scores within the chunk.
     """
 
     queries: Tensor | None = None
@@ -52,7 +52,7 @@ NO_FADING = Fading()
 
 
 def fading(tables: Tables, log_decay: Tensor | None, groups: int) -> Fading:
-    """The factors of log decays [N, 1, L], or [N, D, L] per channel."""
+    """The factors of log decays [X, 1, L], or [X, D, L] per channel."""
     if log_decay is None:
         return NO_FADING
     total, dtype = log_decay.cumsum(-1), tables.weights.dtype
@@ -103,7 +103,7 @@ def decay_grad(
 
 
 def _by_channel(rows: Tensor, spec: AttentionSpec, width: int) -> Tensor:
-    """The sum over state rows [N, rows, 1], each times the power of a channel: [N, D, 1]."""
+    """The sum over state rows [X, rows, 1], each times the power of a channel: [X, D, 1]."""
     degree = degrees(spec)[1]
     ones = rows.new_ones(len(rows), width, 1)
     features = monomials(ones, degree)  # whose derivatives at 1 are the powers

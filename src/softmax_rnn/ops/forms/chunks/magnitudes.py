@@ -86,7 +86,7 @@ def read_noise(
     chunk: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The noise [N, G, T] of what queries read, and the magnitudes [N, P, D] after the last key.
+    """The noise [X, R, T] of what queries read, and the magnitudes [X, P, D] after the last key.
 
     With ``causal`` each chunk of queries reads the state before the chunk, else that after all
     keys. ``before`` are the magnitudes before the first key. Queries are still to be multiplied by
@@ -167,9 +167,9 @@ def _blocks(x: Tensor, length: int) -> Tensor:
 def _running(
     spec: AttentionSpec, k: Tensor, log_decay: Tensor | None, before: Tensor | None, length: int
 ) -> Tensor:
-    """The magnitudes before each block of keys and after the last one, [N, blocks + 1, P, D].
+    """The magnitudes before each block of keys and after the last one, [X, blocks + 1, P, D].
 
-    Keys and log decays are [N, S, D].
+    Keys and log decays are [X, S, D].
     """
     wide = torch.float32 if k.device.type == "mps" else torch.float64
     counts, each = powers(spec), _blocks(k.abs(), length)
@@ -198,9 +198,9 @@ def _running(
 def _noise(
     spec: AttentionSpec, q: Tensor, at: Tensor, learned: Tensor | None, scale: float
 ) -> Tensor:
-    """The noise [N, G, blocks, L] of queries [N, G, blocks, L, D].
+    """The noise [X, R, blocks, L] of queries [X, R, blocks, L, D].
 
-    Each block reads the magnitudes ``at`` [N, blocks, P, D].
+    Each block reads the magnitudes ``at`` [X, blocks, P, D].
     """
     counts, noise = powers(spec), q.new_zeros(q.shape[:-1])
     if not counts:

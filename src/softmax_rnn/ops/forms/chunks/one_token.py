@@ -17,7 +17,7 @@ from softmax_rnn.ops.spec import AttentionSpec
 
 
 def one_token(inputs: Columns, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """The sums [N, C, G, 1] and the state after the token."""
+    """The sums [X, C, R, 1] and the state after the token."""
     q, k, values, state, log_decay, coefficients = inputs
     assert state is not None
     tables = make_tables(spec, k.shape[1], 1, q.dtype, q.device)

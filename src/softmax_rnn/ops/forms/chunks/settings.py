@@ -38,16 +38,18 @@ class Settings(NamedTuple):
         fixed = None if self.coefficients is None else tuple(self.coefficients)
         return plain_spec(self.series, self.order, fixed, self.decay)
 
-    def native(self, inputs: Columns) -> native_chunks.Chunks:
+    def native(self, inputs: Columns) -> native_chunks.ChunksInCpp:
         """The chunks as ``cpu/chunks.py`` takes them."""
         q = inputs.queries
         tables = make_tables(self.spec, q.shape[1], self.chunk, q.dtype, q.device)
-        return native_chunks.Chunks(tables, self.causal, self.chunk)
+        return native_chunks.ChunksInCpp(tables, self.causal, self.chunk)
 
-    def triton(self) -> triton_chunks.Chunks:
+    def triton(self) -> triton_chunks.ChunkKernels:
         """The chunks as ``gpu/chunks.py`` takes them."""
         types = self.scale, self.products
-        return triton_chunks.Chunks(self.spec, *types, self.causal, self.chunk, self.keep_state)
+        return triton_chunks.ChunkKernels(
+            self.spec, *types, self.causal, self.chunk, self.keep_state
+        )
 
     def earlier_keys(self, q: Tensor, k: Tensor) -> int:
         """Number of keys before the first query; queries read them only through the state."""

@@ -2,7 +2,7 @@
 
 They compute one step of ``reference.exp_sum_by_chunks`` (section 3.1) for all powers together.
 Each token is a column; the query heads of one key head are adjacent. Shapes: queries
-[N, D, G * L], keys [N, D, L], value channels [N, C, L], sums [N, C, G * L], state [N, C, rows].
+[X, D, R * L], keys [X, D, L], value channels [X, C, L], sums [X, C, R * L], state [X, C, rows].
 ``fading.py`` has the factors of decays.
 """
 
@@ -24,7 +24,7 @@ class Queries(NamedTuple):
     """The queries of a chunk."""
 
     q: Tensor
-    coefficients: Tensor | None  # learned ones of each head, [N, G, order + 1]
+    coefficients: Tensor | None  # learned ones of each head, [X, R, order + 1]
     dsums: Tensor | None = None  # the gradient of their sums
 
 
@@ -33,7 +33,7 @@ class Keys(NamedTuple):
 
     k: Tensor
     v: Tensor  # value channels
-    log_decay: Tensor | None  # [N, 1, L], or [N, D, L] per channel
+    log_decay: Tensor | None  # [X, 1, L], or [X, D, L] per channel
 
 
 def forward(
@@ -146,7 +146,7 @@ def backward(
 def _factors(
     tables: Tables, queries: Queries | None, keys: Keys | None
 ) -> tuple[Fading, PowerSeries]:
-    """The factors of decays, and the series of weights [N, L, G * L]."""
+    """The factors of decays, and the series of weights [X, L, R * L]."""
     groups = 1
     if queries is not None and keys is not None:
         groups = queries.q.shape[2] // keys.k.shape[2]
@@ -159,7 +159,7 @@ def _factors(
 
 
 def _row_coefficients(tables: Tables, queries: Queries) -> Tensor | None:
-    """The learned coefficient of each state row and query, [N, rows, G * L]."""
+    """The learned coefficient of each state row and query, [X, rows, R * L]."""
     if queries.coefficients is None:
         return None
     length = queries.q.shape[2] // queries.coefficients.shape[1]
@@ -168,14 +168,14 @@ def _row_coefficients(tables: Tables, queries: Queries) -> Tensor | None:
 
 
 def _by_power(tables: Tables, queries: Queries, terms: Tensor) -> Tensor:
-    """The sums [N, G, order + 1] of ``terms`` [N, rows, G * L], a power each."""
+    """The sums [X, R, order + 1] of ``terms`` [X, rows, R * L], a power each."""
     assert queries.coefficients is not None
     each = terms.unflatten(2, (queries.coefficients.shape[1], -1)).sum(-1).mT
     return torch.zeros_like(queries.coefficients).index_add_(2, tables.powers, each)
 
 
 def _power_sums(queries: Queries, scores: Tensor, dweights: Tensor) -> Tensor:
-    """``sum dw x^n`` for each head and power, [N, G, order + 1]; overwrites ``dweights``."""
+    """``sum dw x^n`` for each head and power, [X, R, order + 1]; overwrites ``dweights``."""
     assert queries.coefficients is not None
     _, groups, terms = queries.coefficients.shape
     sums = []
@@ -207,7 +207,7 @@ def _joined(columns: list[Tensor]) -> Tensor:
 
 
 def _scores(tables: Tables, fade: Fading, k: Tensor, q: Tensor) -> Tensor:
-    """The scores of a chunk, [N, L, G * L]: a row per key."""
+    """The scores of a chunk, [X, L, R * L]: a row per key."""
     if fade.total is not None:
         scores = channel_scores(*_by_position(q, k, fade.total))
         return scores.movedim(3, 1).flatten(2).contiguous()
@@ -217,12 +217,12 @@ def _scores(tables: Tables, fade: Fading, k: Tensor, q: Tensor) -> Tensor:
 
 
 def _by_position(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [N, G, L, D], keys [N, L, D] and sums [N, L, D], a row per position."""
+    """Queries [X, R, L, D], keys [X, L, D] and sums [X, L, D], a row per position."""
     return q.unflatten(2, (-1, k.shape[2])).movedim(1, 3), k.mT.contiguous(), total.mT.contiguous()
 
 
 def _hide_future(tables: Tables, fade: Fading, weights: Tensor) -> Tensor:
-    """Zero the weights of later keys [N, L, G * L], and fade those of others, in place."""
+    """Zero the weights of later keys [X, L, R * L], and fade those of others, in place."""
     size = weights.shape[1]
     each = weights.unflatten(2, (-1, size))
     if fade.pairs is not None:

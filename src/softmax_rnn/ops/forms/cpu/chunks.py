@@ -19,7 +19,7 @@ from softmax_rnn.ops.forms.cpu import library as native_library
 from softmax_rnn.ops.monomials import monomial_factors
 
 
-class Chunks(NamedTuple):
+class ChunksInCpp(NamedTuple):
     """What is the same for all chunks of a call."""
 
     tables: Tables
@@ -27,7 +27,7 @@ class Chunks(NamedTuple):
     length: int
 
 
-def sums(inputs: Columns, chunks: Chunks, out: Tensor, last: Tensor, kept: Tensor) -> None:
+def sums(inputs: Columns, chunks: ChunksInCpp, out: Tensor, last: Tensor, kept: Tensor) -> None:
     """Fill the sums, the state after all keys and the backward pass's states.
 
     The shapes are those of ``chunked``; those that are not needed are empty.
@@ -37,7 +37,12 @@ def sums(inputs: Columns, chunks: Chunks, out: Tensor, last: Tensor, kept: Tenso
 
 
 def gradients(
-    inputs: Columns, chunks: Chunks, kept: Tensor, dsums: Tensor, dlast: Tensor | None, out: Columns
+    inputs: Columns,
+    chunks: ChunksInCpp,
+    kept: Tensor,
+    dsums: Tensor,
+    dlast: Tensor | None,
+    out: Columns,
 ) -> None:
     """Fill the gradients ``out`` of queries, keys, values and state."""
     given = {"dsums": _tokens_first(dsums), "kept": kept}
@@ -50,10 +55,10 @@ def gradients(
         out.state.copy_(dstate)
 
 
-class _Call(ctypes.Structure):
+class _ChunksCall(ctypes.Structure):
     """``Call`` of chunks.cpp: pointers (0 for none) and numbers.
 
-    Queries [N, G, T, D], keys [N, S, D], values [N, S, C], sums [N, G, T, C], states [N, C, rows].
+    Queries [X, R, T, D], keys [X, S, D], values [X, S, C], sums [X, R, T, C], states [X, C, rows].
     ``parents`` and ``factors`` are those of all ``monomials``, from which the state has the last
     ``rows``. ``dstate`` is the
     gradient of the state after all keys (``ends`` for one that is not 0), then of the first.
@@ -73,7 +78,7 @@ class _Call(ctypes.Structure):
 def _run(
     name: str,
     inputs: Columns,
-    chunks: Chunks,
+    chunks: ChunksInCpp,
     given: dict[str, Tensor],
     outputs: dict[str, Tensor],
     dlast: Tensor | None = None,
@@ -94,7 +99,7 @@ def _run(
     contiguous = {name: x.contiguous() for name, x in given.items() if x.numel()}
     native_library.run(
         name,
-        _Call,
+        _ChunksCall,
         contiguous | written,
         heads=len(q),
         groups=q.shape[2],
@@ -115,7 +120,7 @@ def _run(
 
 
 def _tokens_first(x: Tensor) -> Tensor:
-    """[N, D, ...] with a row of D per token."""
+    """[X, D, ...] with a row of D per token."""
     return x.movedim(1, -1)
 
 

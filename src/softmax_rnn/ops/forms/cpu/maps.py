@@ -12,7 +12,7 @@ from softmax_rnn.ops.forms.first_order import differentiated, transformed
 from softmax_rnn.ops.forms.row_sums import no_data
 
 
-class _Call(ctypes.Structure):
+class _MapCall(ctypes.Structure):
     """``Call`` of maps.cpp."""
 
     _fields_ = (
@@ -53,5 +53,7 @@ def _run(name: str, x: Tensor, **given: Tensor) -> Tensor:
     x = x.resolve_neg()  # a copy may have other strides
     out = x.new_empty(x.shape)
     sizes = dict(zip(("batch", "heads", "rows", "width"), x.shape, strict=True))
-    native_library.run(name, _Call, {"x": x, **given, "out": out}, strides=x.stride()[:3], **sizes)
+    native_library.run(
+        name, _MapCall, {"x": x, **given, "out": out}, strides=x.stride()[:3], **sizes
+    )
     return out

@@ -123,7 +123,7 @@ class _NativeSums(torch.autograd.Function):
         return dq, dk, dv, dlog_decay, *[None] * 5
 
 
-class _Call(ctypes.Structure):
+class _PairsCall(ctypes.Structure):
     """``Call`` of pairs.cpp: pointers (0 for none), strides, sizes and numbers.
 
     ``total`` are the running sums of the log decays [B * Hkv, S], ``first`` the first key that a
@@ -182,7 +182,7 @@ def _run(
     sizes |= {"queries": q.shape[2], "keys": k.shape[2], "width": q.shape[3]}
     native_library.run(
         name,
-        _Call,
+        _PairsCall,
         tensors,
         **{f"{name}_strides": _strides(x) for name, x in strided.items()},
         **sizes,

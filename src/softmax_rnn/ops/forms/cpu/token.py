@@ -46,7 +46,7 @@ class Token(NamedTuple):
     largest_value: float
 
 
-class _Call(ctypes.Structure):
+class _TokenCall(ctypes.Structure):
     """``Call`` of token.cpp: pointers (0 for none) and numbers.
 
     ``found`` are three numbers: whether a sum is unsure, the largest key and value. The magnitudes
@@ -94,7 +94,7 @@ def step(
             written[f"next_{name}"] = torch.empty_like(given[name])
     native_library.run(
         "token",
-        _Call,
+        _TokenCall,
         given | written | constants.tensors,
         heads=k.shape[0] * k.shape[1],
         groups=q.shape[1] // k.shape[1],

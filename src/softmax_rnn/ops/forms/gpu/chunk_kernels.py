@@ -6,13 +6,13 @@ are their first channels. A product within one block is stored twice, any other 
 the latter counts twice. Behind these tiles are those of the channels themselves, then a row of
 ones. Rows have up to two factors: COUNTS, how often a row counts, and coefficients of the series.
 
-States are [N, SLOTS, channels, rows], a slot per boundary of chunks. Keys at the positions of the
+States are [X, SLOTS, channels, rows], a slot per boundary of chunks. Keys at the positions of the
 queries form chunks of CHUNK tokens, and the ``before`` keys before them one chunk of any length.
 There ``skip`` slots come first. If EXTRA, there is one more channel than CHANNELS: that of the
 weight sum, which is computed without products of a lower precision.
 
-Tensors of tokens are [N, G, tokens, channels] with four strides; G is 1 for keys and values.
-Factors of fading are contiguous: of queries or keys [N, tokens], of whole chunks [N, CHUNKS]. Sums
+Tensors of tokens are [X, R, tokens, channels] with four strides; R is 1 for keys and values.
+Factors of fading are contiguous: of queries or keys [X, tokens], of whole chunks [X, CHUNKS]. Sums
 have the type of the tensors, factors of products are rounded to FACTOR.
 """
 
@@ -123,7 +123,7 @@ def scan_states(
 ):  # fmt: skip
     """Add to every slot the one before it, faded by ``kept``; REVERSED, the one after it.
 
-    ``inner`` [N, SLOTS, programs] gets parts of the product of what is added with ``other`` states.
+    ``inner`` [X, SLOTS, programs] gets parts of the product of what is added with ``other`` states.
     """
     programs = tl.cdiv(SIZE, BLOCK)
     part = tl.program_id(0) % programs
@@ -246,7 +246,7 @@ def chunk_query_grads(
 ):  # fmt: skip
     """The gradient of a tile of queries.
 
-    ``received`` [N, G, T, 2] gets the products of their sums with the gradient: what they read from
+    ``received`` [X, R, T, 2] gets the products of their sums with the gradient: what they read from
     the state, and from the other keys of their chunk.
     """
     SUM: tl.constexpr = q.dtype.element_ty
@@ -313,7 +313,7 @@ def chunk_key_grads(
     """The gradient of a tile of keys or, without ``dk``, of values: both do not fit the registers.
 
     ``length`` is that of the queries. Tiles of the keys before them come first. ``received``
-    [N, S, 2] gets the products of values with their gradient, as for queries.
+    [X, S, 2] gets the products of values with their gradient, as for queries.
     """
     SUM: tl.constexpr = k.dtype.element_ty
     earlier = tl.cdiv(before, BLOCK)

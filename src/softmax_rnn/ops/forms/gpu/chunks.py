@@ -36,7 +36,7 @@ _NARROW = 64  # up to this width of heads 4 warps share a tile, beyond it 8
 _SCANNED = 1024  # elements of a state that a program adds up
 
 
-class Chunks(NamedTuple):
+class ChunkKernels(NamedTuple):
     """What is the same for all chunks of a call.
 
     Attributes:
@@ -60,19 +60,19 @@ def product_type(dtype: torch.dtype) -> str:
     return "bfloat16" if dtype == torch.bfloat16 else products(dtype)[0]
 
 
-def states_shape(inputs: Columns, chunks: Chunks) -> tuple[int, ...]:
+def states_shape(inputs: Columns, chunks: ChunkKernels) -> tuple[int, ...]:
     """The shape of the states that :func:`sums` keeps for the backward pass."""
     q, k, v, *_ = inputs
     rows = sum(tiles(chunks.spec, index(q.shape[1]))) * SIDE**2
     return len(q), _slots(chunks, q.shape[3], k.shape[2]).read, v.shape[1], rows
 
 
-def sums(inputs: Columns, chunks: Chunks, out: Tensor, last: Tensor, kept: Tensor) -> None:
+def sums(inputs: Columns, chunks: ChunkKernels, out: Tensor, last: Tensor, kept: Tensor) -> None:
     """Fill the sums, the state after all keys and the backward pass's states.
 
     The shapes are those of ``chunked``, and ``states_shape``; what is not needed is empty.
     """
-    for heads, call in _calls(inputs, chunks):
+    for heads, call in _by_heads(inputs, chunks):
         states = kept[heads] if kept.numel() else call.new_states(call.slots.read)
         call.states(states)
         call.sums(states, out[heads])
@@ -82,7 +82,7 @@ def sums(inputs: Columns, chunks: Chunks, out: Tensor, last: Tensor, kept: Tenso
 
 def gradients(
     inputs: Columns,
-    chunks: Chunks,
+    chunks: ChunkKernels,
     kept: Tensor,
     dsums: Tensor,
     dlast: Tensor | None,
@@ -90,7 +90,7 @@ def gradients(
     decays: bool,
 ) -> None:
     """Fill the gradients ``out``, that of log decays if ``decays``."""
-    for heads, call in _calls(inputs, chunks):
+    for heads, call in _by_heads(inputs, chunks):
         own, states, grads = dsums[heads].resolve_neg(), kept[heads], out.of(heads)
         call.reads_last |= dlast is not None
         dstates = call.new_states(call.slots.chunks + 1)
@@ -110,22 +110,22 @@ def gradients(
             grads.log_decay.copy_(decay_grad(call.slots, *given))
 
 
-def _calls(inputs: Columns, chunks: Chunks) -> Iterator[tuple[slice, _Call]]:
+def _by_heads(inputs: Columns, chunks: ChunkKernels) -> Iterator[tuple[slice, _Launches]]:
     """Slices of the heads whose states are in memory together."""
     count = max(1, _ELEMENTS // math.prod(states_shape(inputs, chunks)[1:]))
     for start in range(0, len(inputs.queries), count):
         heads = slice(start, start + count)
-        yield heads, _Call(inputs.of(heads), chunks)
+        yield heads, _Launches(inputs.of(heads), chunks)
 
 
-def _slots(chunks: Chunks, queries: int, keys: int) -> Slots:
+def _slots(chunks: ChunkKernels, queries: int, keys: int) -> Slots:
     return slots_of(chunks.causal, chunks.length, chunks.keep_state, queries, keys)
 
 
-class _Call:
+class _Launches:
     """Some heads of a call: the launches of the kernels, and what is small enough without them."""
 
-    def __init__(self, inputs: Columns, chunks: Chunks) -> None:
+    def __init__(self, inputs: Columns, chunks: ChunkKernels) -> None:
         self.chunks, self.inputs = chunks, inputs
         self.q, self.k, self.v = (_tokens(x.resolve_neg()) for x in inputs[:3])
         self.heads, self.groups, self.queries, self.width = self.q.shape
@@ -142,7 +142,7 @@ class _Call:
         self.fading = fading(self.slots, inputs.log_decay, self.k.dtype)
 
     def new_states(self, slots: int) -> Tensor:
-        """Uninitialised memory, [N, slots, C, rows]."""
+        """Uninitialised memory, [X, slots, C, rows]."""
         return self.k.new_empty(self.heads, slots, self.channels, len(self.layout.counts))
 
     def received(self) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ class _Call:
         """Fill slots with the gradients of the states, without multiplicities.
 
         Returns the inner products of ``states`` with the gradients that they get through the states
-        after them, [N, slots].
+        after them, [X, slots].
         """
         layout = self.layout
         inputs = self.q, _tokens(dsums), self.fading.queries, layout.blocks, layout.factors
@@ -271,7 +271,7 @@ class _Call:
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """[N, C, T] or [N, C, G, T] as [N, G, T, C]."""
+    """[X, C, T] or [X, C, R, T] as [X, R, T, C]."""
     return x.movedim(1, -1) if x.ndim == 4 else x.mT.unsqueeze(1)
 
 

@@ -54,13 +54,13 @@ def slots_of(causal: bool, chunk: int, keep_state: bool, queries: int, keys: int
     return Slots(before, skip, chunk, count, count + keep_state)
 
 
-class Fading(NamedTuple):
+class FadingRows(NamedTuple):
     """The factors of decays, as in ``fading.py``; ``None`` for 1.
 
     Attributes:
-        queries: of what queries read from a state, [N, T].
-        keys: of values that are added to a state, [N, S].
-        chunks: of the state before each chunk, [N, chunks].
+        queries: of what queries read from a state, [X, T].
+        keys: of values that are added to a state, [X, S].
+        chunks: of the state before each chunk, [X, chunks].
         running: sums of log decays, as ``fading_between`` reads them.
     """
 
@@ -70,10 +70,10 @@ class Fading(NamedTuple):
     running: Tensor | None = None
 
 
-def fading(slots: Slots, log_decay: Tensor | None, dtype: torch.dtype) -> Fading:
-    """The factors of log decays [N, 1, S]."""
+def fading(slots: Slots, log_decay: Tensor | None, dtype: torch.dtype) -> FadingRows:
+    """The factors of log decays [X, 1, S]."""
     if log_decay is None:
-        return Fading()
+        return FadingRows()
     of = log_decay.shape[2], log_decay.device
     total, chunk = log_decay.squeeze(1).cumsum(-1), slots.chunk_of(*of)
     end = total[:, slots.last_of(*of)]
@@ -81,13 +81,13 @@ def fading(slots: Slots, log_decay: Tensor | None, dtype: torch.dtype) -> Fading
     read = (total - start[:, chunk])[:, slots.before :]
     exponents = read, end[:, chunk] - total, end - start
     queries, keys, chunks = (fade_(x.to(dtype, copy=True)).contiguous() for x in exponents)
-    return Fading(queries, keys, chunks, running_sums(log_decay, dtype))
+    return FadingRows(queries, keys, chunks, running_sums(log_decay, dtype))
 
 
 def decay_grad(
     slots: Slots, log_decay: Tensor, by_query: Tensor, by_key: Tensor, inner: Tensor
 ) -> Tensor:
-    """The gradient of log decays, [N, 1, S].
+    """The gradient of log decays, [X, 1, S].
 
     A decay fades what its own and later queries of the chunk read from the state, what earlier
     keys of the chunk add to it, the state between (``inner``), and the pairs within the chunk

@@ -195,7 +195,7 @@ def _add_coefficients(total: Tensor, x: Tensor, dweights: Tensor) -> None:
 def _add_fading(
     blocks: Blocks, by_query: Tensor, by_key: Tensor, step: Step, changes: Tensor
 ) -> None:
-    """Add the gradients of ``G_t`` and ``-G_s``, from those of ``G_t - G_s`` [h, G, rows, keys]."""
+    """Add the gradients of ``G_t`` and ``-G_s``, from those of ``G_t - G_s`` [h, R, rows, keys]."""
     rows = step.stop - step.start
     # G_t - G_t = 0 has no gradient. As the difference of two sums it would be mostly rounding.
     own = changes[..., changes.shape[-1] - rows :].diagonal(dim1=-2, dim2=-1)

@@ -44,12 +44,12 @@ class Step(NamedTuple):
 
     @property
     def rows(self) -> tuple[slice, ...]:
-        """The index of the query rows in [B*Hkv, G, T]."""
+        """The index of the query rows in [B*Hkv, R, T]."""
         return self.heads, slice(None), slice(self.start, self.stop)
 
 
 class Blocks:
-    """Queries [B*Hkv, G, T, D], keys and values [B*Hkv, n + S, ...], and the loop over steps.
+    """Queries [B*Hkv, R, T, D], keys and values [B*Hkv, n + S, ...], and the loop over steps.
 
     The ``n`` global keys come first, as copies. Before the range of a step they are seen as copies,
     within the range as themselves.
@@ -81,13 +81,13 @@ class Blocks:
         self.total = None if log_decay is None else self.with_copies(log_decay.cumsum(2))
         self.by_channel = spec.decay == "channel"
         self.coefficients = None
-        if coefficients is not None:  # [B*Hkv, G, 1, 1, N + 1]
+        if coefficients is not None:  # [B*Hkv, R, 1, 1, N + 1]
             each = coefficients.to(self.dtype).unflatten(0, (-1, self.groups))
             self.coefficients = each[:, :, None, None].repeat(len(q), 1, 1, 1, 1)
         self.mask = mask
         # Whether a row's last visible key has not faded: hidden keys decay nothing.
         self.fresh = mask is None or mask.shape[1] == mask.shape[2] == 1
-        if mask is not None:  # [B, Hkv, G or 1, T or 1, n + S or 1]
+        if mask is not None:  # [B, Hkv, R or 1, T or 1, n + S or 1]
             heads = (self.kv_heads, self.groups) if mask.shape[1] > 1 else (1, 1)
             mask = mask.unflatten(1, heads).expand(len(q), self.kv_heads, -1, -1, -1)
             if self.copies and mask.shape[-1] > 1:
@@ -107,7 +107,7 @@ class Blocks:
         )
 
     def grouped(self, x: Tensor) -> Tensor:
-        """[B, H, T, ...] -> [B*Hkv, G, T, ...]: the query heads of one key head are adjacent."""
+        """[B, H, T, ...] -> [B*Hkv, R, T, ...]: the query heads of one key head are adjacent."""
         return x.unflatten(1, (-1, self.groups)).flatten(0, 1)
 
     def with_copies(self, x: Tensor) -> Tensor:
@@ -186,11 +186,11 @@ class Blocks:
         total[:, self.copies + step.first : self.copies + step.last] += dx[:, self.copies :]
 
     def rows(self, x: Tensor, step: Step) -> Tensor:
-        """A block of query rows of ``x`` [B*Hkv, G, T, D]."""
+        """A block of query rows of ``x`` [B*Hkv, R, T, D]."""
         return x[step.rows].to(self.dtype)
 
     def scores(self, step: Step) -> Tensor:
-        """The scaled scores [heads, G, rows, keys], before clamp and mask."""
+        """The scaled scores [heads, R, rows, keys], before clamp and mask."""
         q, k = self.rows(self.q, step) * self.scale, self.at(self.k[step.heads], step)
         if self.by_channel:
             assert self.total is not None
@@ -230,7 +230,7 @@ class Blocks:
         return PowerSeries.from_spec(self.spec, each)
 
     def hide(self, x: Tensor, step: Step, value: float) -> Tensor:
-        """Fill the invisible keys of each row of ``x`` [heads, G, rows, keys], in place."""
+        """Fill the invisible keys of each row of ``x`` [heads, R, rows, keys], in place."""
         rows = step.stop - step.start
         if self.causal:
             x[..., x.shape[-1] - rows :].masked_fill_(self.future[:rows, :rows], value)
@@ -255,7 +255,7 @@ class Blocks:
             x[..., : self.copies].masked_fill_(within[:, None, None], value)
 
     def block_mask(self, mask: Tensor, step: Step) -> Tensor:
-        """The part of the mask for one step, broadcastable to [heads, G, rows, keys]."""
+        """The part of the mask for one step, broadcastable to [heads, R, rows, keys]."""
         if mask.shape[-2] > 1:
             mask = mask[..., step.start : step.stop, :]
         if mask.shape[-1] > 1:
