@@ -42,7 +42,7 @@ from softmax_rnn.ops.inputs import Call, check, check_per_key
 from softmax_rnn.ops.monomials import cumulative_dimension, degrees
 from softmax_rnn.ops.series import MAX_RADIUS, order_for
 from softmax_rnn.ops.spec import AttentionSpec, RowSum
-from softmax_rnn.ops.state import State, has_memory, is_small, require_memory
+from softmax_rnn.ops.state import KeptKeys, State, has_memory, is_small, require_memory
 from softmax_rnn.ops.variants import resolve
 from softmax_rnn.ops.work import Sizes, chunk_length, chunks_pay
 
@@ -77,7 +77,7 @@ class Signature(NamedTuple):
         padding: whether hidden tokens are padding.
         part: whether this is a part of another call, whose arguments are checked.
         derivative: whether the result may be differentiated.
-        autocast: whether it is on.
+        autocast: whether it is on, or may be.
         threads: of PyTorch.
         numbers: whether they can be read: ``yes``; ``traced`` by ``torch.compile``; or ``no``, in
             transforms of ``torch.func`` and other subclasses of tensors.
@@ -377,7 +377,7 @@ def planned(call: Call, form: str = "auto", part: bool = False) -> Plan:
             ``dense``, unless all tensors are constants of the transform.
     """
     traced = torch.compiler.is_compiling()
-    if traced or transformed() or not _plain(call):
+    if traced or transformed() or not _readable(call):
         if not part:
             check(call)
         numbers: Numbers = "traced" if traced else "no"
@@ -405,8 +405,10 @@ def signature(call: Call, form: str = "auto") -> Signature:
     return _signature(call, form, False, torch.get_num_threads(), "yes")
 
 
-def _plain(call: Call) -> bool:
-    return type(call.q) in _PLAIN and type(call.k) in _PLAIN and type(call.v) in _PLAIN
+def _readable(call: Call) -> bool:
+    """Whether queries, keys and values have numbers, on this device."""
+    plain = type(call.q) in _PLAIN and type(call.k) in _PLAIN and type(call.v) in _PLAIN
+    return plain and not call.q.is_meta
 
 
 def _signature(call: Call, form: str, part: bool, threads: int, numbers: Numbers) -> Signature:
@@ -437,13 +439,13 @@ def _signature(call: Call, form: str, part: bool, threads: int, numbers: Numbers
         call.padding,
         part,
         needs or forward_ad._current_level >= 0,
-        device.type in _AUTOCAST and torch.is_autocast_enabled(device.type),
+        device.type not in _AUTOCAST or torch.is_autocast_enabled(device.type),
         threads,
         numbers,
     )
 
 
-_AUTOCAST = ("cpu", "cuda")  # paths that avoid it are for these
+_AUTOCAST = ("cpu", "cuda")  # not every other device can say whether it is on
 _OTHERS = (
     "log_decay",
     "coefficients",
@@ -469,9 +471,15 @@ def _checked(x: object) -> tuple[Any, ...] | None:
 def _checked_state(state: Any) -> tuple[Any, ...]:
     if not isinstance(state, State):
         return (type(state),)
-    kept = [*(state.recent or ()), *(state.first or ())]
     tensors = state.sums, state.visible, state.magnitudes, state.largest
-    return state.spec, *map(_checked, tensors), *map(_checked, kept)
+    spec = state.spec if isinstance(state.spec, AttentionSpec) else type(state.spec)
+    return spec, *map(_checked, tensors), _checked_keys(state.recent), _checked_keys(state.first)
+
+
+def _checked_keys(kept: object) -> tuple[Any, ...] | None:
+    if isinstance(kept, KeptKeys):
+        return tuple(map(_checked, kept))
+    return None if kept is None else (type(kept),)
 
 
 def _plan(call: Call, s: Signature) -> Plan:

@@ -1,0 +1,124 @@
+"""The plan: a call like an earlier one is not checked again, and takes the same way."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import softmax_rnn as sr
+from cases import VARIANTS, WIDENED, Shape, make_case
+from softmax_rnn.ops import plan
+from softmax_rnn.ops.inputs import Call
+
+SPECS = {name: sr.variant(name) for name in ("softmax", "gate", "taylor:2", "length")} | {
+    name: WIDENED[name]
+    for name in ("window_taylor_token", "taylor_channel", "sink", "learned_polynomial_token")
+}
+STATEFUL = [name for name, spec in SPECS.items() if spec.has_state]
+
+
+def changed(x: Tensor) -> Iterator[Any]:
+    """What is given in place of a tensor: other sizes, types and devices, and no tensor."""
+    for dim in range(x.ndim):
+        yield torch.cat([x, x.narrow(dim, 0, 1)], dim)
+    yield from (x.unsqueeze(0), x[0], x.to(torch.int64), x.to("meta"), x.tolist(), "x", None)
+
+
+def outcome(call: Callable[[], Any]) -> tuple[type | None, str]:
+    """The error of a call."""
+    try:
+        call()
+    except Exception as error:
+        return type(error), str(error)
+    return None, ""
+
+
+def differences(valid: Callable[[], Any], wrong: Callable[[], Any]) -> tuple[Any, Any]:
+    """What a wrong call says first, and after a valid one."""
+    plan.forget()
+    first = outcome(wrong)
+    plan.forget()
+    valid()
+    outcome(wrong)
+    return first, outcome(wrong)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_what_was_valid_once_hides_no_mistake(name: str) -> None:
+    case = make_case(SPECS[name], shape=Shape(2, 2, 1, 3, 3, 4, 4), mask="padding")
+    given = {**case.tensors, "mask": case.mask}
+
+    def attend(**options: Any) -> Any:
+        return sr.attention(**{**given, **options}, spec=case.spec)
+
+    for key, x in given.items():
+        for value in changed(x):
+            found = differences(attend, lambda at=key, to=value: attend(**{at: to}))
+            assert found[0] == found[1], (key, value)
+    for key in ("sink", "norm_bias", "outside_q", "length_power", "input_gate", "output_gate"):
+        if key not in given:
+            found = differences(attend, lambda at=key: attend(**{at: torch.ones(2)}))
+            assert found[0] == found[1], key
+            assert found[0][0] is ValueError
+    for options in ({"form": "chunkd"}, {"form": "triton"}, {"causal": False}, {"padding": True}):
+        found = differences(attend, lambda to=options: attend(**to))
+        assert found[0] == found[1], options
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_what_was_a_valid_state_hides_no_mistake(name: str) -> None:
+    case = make_case(SPECS[name], shape=Shape(2, 2, 1, 3, 3, 4, 4))
+    _, state = sr.attention(**case.tensors, spec=case.spec, return_state=True)
+
+    def attend(given: Any = state) -> Any:
+        return sr.attention(**case.tensors, spec=case.spec, state=given, return_state=True)
+
+    names = [field.name for field in dataclasses.fields(state) if field.name != "tokens"]
+    wrong: list[Any] = [None, "state", state.sums]
+    wrong += [dataclasses.replace(state, **{key: value}) for key in names for value in ("x", None)]
+    for key, x in state.tensors.items():
+        for value in changed(x):
+            tensors = {**state.tensors, key: value}
+            if isinstance(value, Tensor):
+                wrong.append(state.from_tensors(state.spec, state.tokens, tensors))
+    wrong.append(dataclasses.replace(state, recent=state.first, first=state.recent))
+    wrong.append(dataclasses.replace(state, spec=sr.AttentionSpec(series="taylor", order=1)))
+    for value in wrong:
+        found = differences(attend, lambda to=value: attend(to))
+        assert found[0] == found[1], value
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_plan_says_what_it_takes(name: str) -> None:
+    spec = sr.variant(name)
+    explained = sr.forms(spec, explain=True)
+    assert tuple(form for form, lack in explained.items() if not lack) == sr.forms(spec)
+    assert explained.keys() == plan.FORMS.keys()
+    x = torch.zeros(1, 1, 2, 4)
+    for form, lack in explained.items():
+        if lack:
+            stateful = plan.FORMS[form].stateful  # whose errors say what has a state
+            message = "" if stateful else f"form='{form}' cannot compute {re.escape(lack)} on cpu"
+            with pytest.raises(ValueError, match=message):
+                plan.planned(Call(x, x, x, spec), form, part=True)
+
+
+def test_hidden_keys_of_one_query_without_numbers() -> None:
+    q, k = torch.zeros(1, 1, 1, 4, device="meta"), torch.zeros(1, 1, 5, 4, device="meta")
+    mask = torch.ones(1, 1, 1, 5, dtype=torch.bool, device="meta")
+    for spec in ("softmax", "norm"):
+        assert sr.attention(q, k, k, spec, mask=mask).shape == q.shape
+
+
+def test_the_plans_are_as_few_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_MOST", 3)
+    for length in range(1, 9):
+        x = torch.randn(1, 1, length, 4)
+        sr.attention(x, x, x, "softmax")
+        assert len(plan._PLANS) <= 3
