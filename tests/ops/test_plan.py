@@ -102,7 +102,7 @@ def test_every_plan_says_what_it_takes(name: str) -> None:
     assert explained.keys() == plan.FORMS.keys()
     x = torch.zeros(1, 1, 2, 4)
     for form, lack in explained.items():
-        if lack:
+        if lack and spec.outside == "hidden":  # else each part has a plan of its own
             stateful = plan.FORMS[form].stateful  # whose errors say what has a state
             message = "" if stateful else f"form='{form}' cannot compute {re.escape(lack)} on cpu"
             with pytest.raises(ValueError, match=message):
