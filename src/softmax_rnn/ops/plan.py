@@ -495,7 +495,7 @@ def _plan(call: Call, s: Signature) -> Plan:
         one = name == "recurrent" or s.q[2] == s.k[2] == 1
         chunk = 1 if one else chunk_length(_sizes(s))
         options = {"chunk": chunk, "engine": loops(s, chunk)}
-    if s.spec.has_state:
+    if s.spec.has_state and s.numbers == "yes":  # other plans are not kept
         lasting = is_small(s.spec, call.q, call.k, call.v)
     later = s.spec.order is None and s.q[2] == 1 and s.numbers == "yes" and not s.derivative
     path = _path(s, name)
