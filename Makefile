@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 demo: $(VENV)/.run  ## train six variants side by side and report (about 6 minutes on 2 cores)
 	$(BIN)/softmax-rnn compare softmax norm gate linear_elu linear_relu linear_cosine --preset demo --out runs/demo
 
-test: $(VENV)/.dev  ## the tests that need no compiler and no processes, and one case of each that does
+test: $(VENV)/.dev  ## the tests that need no compiler and no processes, one case of each that does, half of long sweeps
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow'
 
 test-all: $(VENV)/.dev  ## all tests

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -47,10 +48,21 @@ WORDS = ("state", "query", "key", "value", "gate", "norm", "power", "series", "s
 
 # What takes seconds a test: Triton's interpreter (or compiler), a browser.
 SLOW_FIXTURES = {"device", "chromium"}
+# Of a sweep of more cases, `make test` runs every other one.
+SWEEP = 30
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the tests of a file that use such a fixture, all but the first are slow."""
+    """Of the tests of a file that use such a fixture, all but the first are slow.
+
+    So is every other case of a long sweep.
+    """
+    cases: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(getattr(item, "function", item), []).append(item)
+    for sweep in cases.values():
+        for item in sweep[1::2] if len(sweep) > SWEEP else ():
+            item.add_marker("slow")
     using = [i for i in items if SLOW_FIXTURES.intersection(getattr(i, "fixturenames", ()))]
     first = {item.path: item for item in reversed(using)}
     for item in using:
