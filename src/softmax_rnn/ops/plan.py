@@ -10,7 +10,6 @@ planned again.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import warnings
 from collections.abc import Callable
@@ -22,8 +21,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from softmax_rnn._utils.errors import unknown
-from softmax_rnn._utils.units import bytes_text
-from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.chunks.chunked import chunked
 from softmax_rnn.ops.forms.chunks.settings import Loops
 from softmax_rnn.ops.forms.cpu import library as native_library
@@ -37,12 +34,17 @@ from softmax_rnn.ops.forms.gpu.layout import MAX_ORDER
 from softmax_rnn.ops.forms.pairs import fused
 from softmax_rnn.ops.forms.pairs.blocked import blocked
 from softmax_rnn.ops.forms.pairs.dense import dense
-from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype
+from softmax_rnn.ops.forms.row_sums import RowSums
 from softmax_rnn.ops.inputs import Call, check, check_per_key
-from softmax_rnn.ops.monomials import cumulative_dimension, degrees
-from softmax_rnn.ops.series import MAX_RADIUS, order_for
 from softmax_rnn.ops.spec import AttentionSpec, RowSum
-from softmax_rnn.ops.state import KeptKeys, State, has_memory, is_small, require_memory
+from softmax_rnn.ops.state import (
+    KeptKeys,
+    State,
+    has_memory,
+    is_small,
+    require_memory,
+    require_state,
+)
 from softmax_rnn.ops.variants import resolve
 from softmax_rnn.ops.work import Sizes, chunk_length, chunks_pay
 
@@ -54,10 +56,6 @@ _BESIDE_FUSED = 160
 # with fewer, operations on all heads are as fast.
 _SHORTEST_IN_CPP = 16
 _LEAST_HEADS = 0.25
-# The tolerance of the Taylor series that the error for exp suggests.
-_TOLERANCE = 1e-3
-# Bytes of the largest state that it suggests.
-_REASONABLE = 2**28
 
 
 Numbers = Literal["yes", "traced", "no"]
@@ -506,7 +504,7 @@ def _chosen(call: Call, s: Signature) -> str:
     """The name of the form: what was asked for, or the best one."""
     stateful = s.form != "auto" and FORMS[s.form].stateful
     if s.stateful or stateful:
-        _require_state(s.spec, call.q, call.k, call.v, asked=not s.stateful)
+        require_state(s.spec, call.q, call.k, call.v, asked=not s.stateful)
         check_per_key(call.mask)
     if transformed():
         if s.form == "auto" and not s.stateful:
@@ -641,31 +639,3 @@ def _computes_token(spec: AttentionSpec, dtype: torch.dtype) -> bool:
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=6)
-
-
-def _require_state(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, asked: bool) -> None:
-    """Raise ``ValueError`` for a spec without a state; the message suggests a Taylor order.
-
-    ``asked`` is whether only the form that was asked for needs a state.
-    """
-    if spec.order is not None or spec.clamp is not None or spec.hiding_window is not None:
-        degrees(spec)
-        return
-    features = [FEATURE_MAPS[spec.feature_map](x.detach().double()) for x in (q, k) if x.numel()]
-    longest = [x.norm(dim=-1).amax().item() for x in features]
-    radius = abs(spec.score_scale(q.shape[-1])) * math.prod(longest)
-    advice = f"for these inputs |score| <= {radius:.3g}, and no Taylor series near to exp on that "
-    advice += "range has a state of a reasonable size"
-    if radius <= MAX_RADIUS:
-        order = order_for(_TOLERANCE, radius)
-        rows = cumulative_dimension(features[-1].shape[-1] if features else k.shape[-1], order)
-        sums = rows * (v.shape[-1] + int(spec.row_sum is not None))
-        size = compute_dtype(k.dtype).itemsize * k.shape[0] * k.shape[1] * sums
-        near = f"order={order} is within {_TOLERANCE} of exp (remainder_bound)"
-        if size <= _REASONABLE:
-            advice = f"its Taylor series has one: for these inputs |score| <= {radius:.3g}, where "
-            advice += f"series='taylor' with {near}, with a state of {bytes_text(size)}"
-        else:
-            advice += f": {near}, with one of {bytes_text(size)}"
-    message = f"The series 'exp' has infinitely many powers and so no finite state; {advice}."
-    raise ValueError(message + (" Without a state, use form='auto'." if asked else ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -17,12 +18,18 @@ from torch import Tensor
 from softmax_rnn._utils.errors import differences
 from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.ops.compiler import constant_when_compiled
+from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.chunks.magnitudes import powers
 from softmax_rnn.ops.forms.row_sums import compute_dtype, visible_keys
 from softmax_rnn.ops.monomials import cumulative_dimension, degrees, state_rows, state_size
+from softmax_rnn.ops.series import MAX_RADIUS, order_for
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.work import chunk_length, heads_per_step, sizes_of
 
+# The tolerance of the Taylor series that the error for exp suggests.
+_TOLERANCE = 1e-3
+# Bytes of the largest state that it suggests.
+_REASONABLE = 2**28
 # Fewer bytes are assumed to fit: reading the free memory takes longer than using it.
 _SMALL = 2**26
 
@@ -251,6 +258,34 @@ def next_state(
         visible, tokens = state.visible + visible, state.tokens + keys
     largest = None if magnitudes is None else largest
     return State(spec, sums, visible, tokens, magnitudes, largest, recent, first)
+
+
+def require_state(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, asked: bool) -> None:
+    """Raise ``ValueError`` for a spec without a state; the message suggests a Taylor order.
+
+    ``asked`` is whether only the form that was asked for needs a state.
+    """
+    if spec.order is not None or spec.clamp is not None or spec.hiding_window is not None:
+        degrees(spec)
+        return
+    features = [FEATURE_MAPS[spec.feature_map](x.detach().double()) for x in (q, k) if x.numel()]
+    longest = [x.norm(dim=-1).amax().item() for x in features]
+    radius = abs(spec.score_scale(q.shape[-1])) * math.prod(longest)
+    advice = f"for these inputs |score| <= {radius:.3g}, and no Taylor series near to exp on that "
+    advice += "range has a state of a reasonable size"
+    if radius <= MAX_RADIUS:
+        order = order_for(_TOLERANCE, radius)
+        rows = cumulative_dimension(features[-1].shape[-1] if features else k.shape[-1], order)
+        sums = rows * (v.shape[-1] + int(spec.row_sum is not None))
+        size = compute_dtype(k.dtype).itemsize * k.shape[0] * k.shape[1] * sums
+        near = f"order={order} is within {_TOLERANCE} of exp (remainder_bound)"
+        if size <= _REASONABLE:
+            advice = f"its Taylor series has one: for these inputs |score| <= {radius:.3g}, where "
+            advice += f"series='taylor' with {near}, with a state of {bytes_text(size)}"
+        else:
+            advice += f": {near}, with one of {bytes_text(size)}"
+    message = f"The series 'exp' has infinitely many powers and so no finite state; {advice}."
+    raise ValueError(message + (" Without a state, use form='auto'." if asked else ""))
 
 
 def is_small(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> bool:
