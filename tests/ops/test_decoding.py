@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, library
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import softmax_rnn as sr
 from quick import first_quick
@@ -257,3 +258,42 @@ def test_a_query_over_keys(name: str, dtype: torch.dtype, monkeypatch: pytest.Mo
         assert torch.equal(sr.attention(q, k, v, spec, **gate), found)
     alone = planned(Call(q, k, v, spec, output_gate=gate.get("output_gate"))).path == "kernel"
     assert alone == (name == "softmax")
+
+
+@needs_library
+def test_other_tracers_see_what_is_computed() -> None:
+    """They record operations, of which the one call in C++ is none."""
+    q, k, v = torch.randn(3, 1, 2, 8, 4).unbind(0)
+    _, state = sr.attention(q, k, v, "taylor:2", return_state=True)
+
+    def token(*given: Tensor) -> Tensor:
+        return sr.attention(*given, "taylor:2", state=state, return_state=True)[0]
+
+    first, second = torch.randn(2, 3, 1, 2, 1, 4).unbind(0)
+    expected = token(*second)
+    for record in (
+        lambda: torch.jit.trace(token, tuple(first), check_trace=False),
+        lambda: make_fx(token)(*first),
+    ):
+        torch.testing.assert_close(record()(*second), expected)
+
+
+@needs_library
+def test_a_compiled_token_of_a_layer_with_a_convolution() -> None:
+    """Its state has more tensors than the operation's; a sum of zero takes the general way."""
+    spec = sr.AttentionSpec(series="power", order=1, feature_map="relu")
+    torch.manual_seed(0)
+    layer = sr.Attention(4, 4, spec, options={"short_convolution": 3, "rotary": False})
+    x = torch.randn(1, 9, 4)
+
+    def step(x: Tensor, state: sr.State) -> tuple[Tensor, sr.State]:
+        found: tuple[Tensor, sr.State] = layer(x, state=state, return_state=True)
+        return found
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="eager")
+    with torch.no_grad():
+        _, state = layer(x[:, :6], return_state=True)
+        ours, theirs = step(x[:, 6:7], state), compiled(x[:, 6:7], state)
+    torch.testing.assert_close(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1].tensors, theirs[1].tensors)

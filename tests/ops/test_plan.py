@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -122,3 +123,23 @@ def test_the_plans_are_as_few_as_there_is_room_for(monkeypatch: pytest.MonkeyPat
         x = torch.randn(1, 1, length, 4)
         sr.attention(x, x, x, "softmax")
         assert len(plan._PLANS) <= 3
+
+
+def test_memory_is_asked_for_whatever_was_trained_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are kept for the gradient of queries, not for that of decays alone."""
+    asked = []
+    monkeypatch.setattr(plan, "require_memory", lambda *_: asked.append(1))
+    q, k, v = torch.randn(3, 1, 1, 300, 4).unbind(0)
+    decay = (-torch.rand(1, 1, 300)).requires_grad_()
+    for x in (q, q.clone().requires_grad_()):
+        sr.attention(x, k, v, "taylor:2+decay", log_decay=decay, form="chunked")
+    assert len(asked) == 2
+
+
+def test_words_for_a_direction_and_a_form() -> None:
+    x = torch.randn(1, 1, 5, 4)
+    for causal in (np.True_, 1, np.False_, 0):
+        found = sr.attention(x, x, x, "softmax", causal=causal)
+        assert torch.equal(found, sr.attention(x, x, x, "softmax", causal=bool(causal)))
+    with pytest.raises(ValueError, match=r"\['auto'\]"):
+        sr.attention(x, x, x, "softmax", form=["auto"])

@@ -162,7 +162,7 @@ def attention(
         k,
         v,
         spec if isinstance(spec, AttentionSpec) else resolve(spec),
-        causal,
+        bool(causal),
         mask,
         log_decay,
         coefficients,
@@ -179,7 +179,7 @@ def attention(
         norm_weight,
         norm_bias,
     )
-    plan = planned(call, form)
+    plan = planned(call, form if isinstance(form, str) else repr(form))
     if log_decay is not None:
         check_not_growing(log_decay)
     if plan.path in _SHORT:
@@ -228,6 +228,10 @@ def _in_steps(call: Call, plan: Plan) -> Tensor | tuple[Tensor, State]:
         return out, next_state(spec, call.state, *added, *kept, call.mask, call.k.shape[2])
 
 
+# What a token changes of a state; each spec has the first ones of them.
+_OF_TOKEN = ("sums", "visible", "magnitudes", "largest")
+
+
 @library.custom_op(
     "softmax_rnn::token",
     mutates_args=(),
@@ -249,8 +253,7 @@ def _token(
     ``state`` are the state's tensors, in their order.
     """
     spec = Weights(*weights).spec
-    names = "sums", "visible", "magnitudes", "largest"
-    before = State.from_tensors(spec, tokens, dict(zip(names, state, strict=False)))
+    before = State.from_tensors(spec, tokens, dict(zip(_OF_TOKEN, state, strict=False)))
     call = Call(q, k, v, spec, log_decay=log_decay, state=before, return_state=True)
     found: Any = after_state(call) or _in_steps(call, planned(call))
     out, after = found
@@ -266,7 +269,8 @@ def _empty_token(q: Tensor, k: Tensor, v: Tensor, state: list[Tensor], *_: Any) 
 def _token_in_graph(call: Call) -> tuple[Tensor, State]:
     """A token after a state in a compiled graph: compiled operations are slower than one call."""
     assert call.state is not None
-    tokens, tensors = call.state.tokens, call.state.tensors
+    tokens = call.state.tokens
+    tensors = {name: x for name, x in call.state.tensors.items() if name in _OF_TOKEN}
     count = tokens if isinstance(tokens, Tensor) else torch.full((), tokens)
     weights = Weights.of(call.spec, call.q.shape[3])
     given = call.q, call.k, call.v, [*tensors.values()], call.log_decay, count

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from softmax_rnn._utils.errors import unknown
+from softmax_rnn.ops.compiler import traced
 from softmax_rnn.ops.forms.chunks.chunked import chunked
 from softmax_rnn.ops.forms.chunks.settings import Loops
 from softmax_rnn.ops.forms.cpu import library as native_library
@@ -74,6 +75,7 @@ class Signature(NamedTuple):
         return_state: whether a state is returned.
         padding: whether hidden tokens are padding.
         part: whether this is a part of another call, whose arguments are checked.
+        trained: whether queries, keys or values need a gradient: then states are kept for it.
         derivative: whether the result may be differentiated.
         autocast: whether it is on, or may be.
         threads: of PyTorch.
@@ -94,6 +96,7 @@ class Signature(NamedTuple):
     return_state: bool
     padding: bool
     part: bool
+    trained: bool
     derivative: bool
     autocast: bool
     threads: int
@@ -374,11 +377,10 @@ def planned(call: Call, form: str = "auto", part: bool = False) -> Plan:
         NotImplementedError: inside a transform of ``torch.func``, for a state or another form than
             ``dense``, unless all tensors are constants of the transform.
     """
-    traced = torch.compiler.is_compiling()
-    if traced or transformed() or not _readable(call):
+    if traced() or transformed() or not _readable(call):
         if not part:
             check(call)
-        numbers: Numbers = "traced" if traced else "no"
+        numbers: Numbers = "traced" if torch.compiler.is_compiling() else "no"
         return _plan(call, _signature(call, form, part, native_library.threads(), numbers))
     key = _signature(call, form, part, torch.get_num_threads(), "yes")
     found = _PLANS.get(key)
@@ -415,13 +417,10 @@ def _signature(call: Call, form: str, part: bool, threads: int, numbers: Numbers
     none = decay is call.coefficients is call.input_gate is call.output_gate is call.sink is None
     none = none and call.length_power is call.norm_weight is call.norm_bias is None
     none = none and call.outside_scale is call.outside_q is call.outside_k is None
-    needs = torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (isinstance(decay, Tensor) and decay.requires_grad)
-        or (isinstance(state, State) and state.sums.requires_grad)
-    )
+    grad = torch.is_grad_enabled()
+    trained = grad and (q.requires_grad or k.requires_grad or v.requires_grad)
+    before = getattr(state, "sums", None)
+    needs = trained or (grad and any(getattr(x, "requires_grad", False) for x in (decay, before)))
     return Signature(
         call.spec,
         form,
@@ -436,6 +435,7 @@ def _signature(call: Call, form: str, part: bool, threads: int, numbers: Numbers
         call.return_state,
         call.padding,
         part,
+        trained,
         needs or forward_ad._current_level >= 0,
         device.type not in _AUTOCAST or torch.is_autocast_enabled(device.type),
         threads,

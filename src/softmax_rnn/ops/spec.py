@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -190,15 +191,17 @@ class AttentionSpec:
 
     def _keep_facts(self) -> None:
         if not torch.compiler.is_compiling():
-            facts = (name for name, value in vars(type(self)).items() if isinstance(value, fact))
-            self.__dict__.update({name: getattr(self, name) for name in facts})
+            for name, value in vars(AttentionSpec).items():
+                if isinstance(value, fact):  # later ones ask earlier ones
+                    self.__dict__[name] = value.function(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields alone: a later version may have other facts."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __setstate__(self, fields: dict[str, Any]) -> None:
-        self.__dict__.update(fields)
+        names = {field.name for field in dataclasses.fields(self)}
+        self.__dict__.update({name: x for name, x in fields.items() if name in names})
         self._keep_facts()
 
     def _check_coefficients(self) -> None:
@@ -323,7 +326,10 @@ class AttentionSpec:
     def sign_definite(self) -> bool:
         """Whether every weight is >= 0, so that the row sum cannot cross zero."""
         if self.series == "polynomial":
-            return self.coefficients is not None and _nonnegative(self.coefficients)
+            if self.coefficients is None:
+                return False
+            once = not torch.compiler.is_compiling()
+            return (_nonnegative_once if once else _nonnegative)(self.coefficients)
         if self.order is None or self.order % 2 == 0:  # exp and its even Taylor polynomials
             return True
         nonnegative_map = self.feature_map in ("elu1", "relu")
@@ -421,6 +427,9 @@ def _nonnegative(coefficients: tuple[float, ...]) -> bool:
     lowest = np.polynomial.polynomial.polyval(real, coefficients)
     terms = np.polynomial.polynomial.polyval(abs(real), np.abs(coefficients))
     return bool((lowest >= -1e-12 * terms).all())
+
+
+_nonnegative_once = functools.lru_cache(maxsize=256)(_nonnegative)
 
 
 def _is_number(value: object) -> bool:

@@ -135,10 +135,13 @@ class State:
                     "The state's magnitudes and largest must be of the dtype and device of its "
                     f"sums, {self.sums.dtype} on {self.sums.device}, not {x.dtype} on {x.device}."
                 )
-        if self.visible.dtype != torch.int64 or self.visible.shape != self.sums.shape[:1]:
+        counts = self.visible.dtype, self.visible.device
+        same = counts == (torch.int64, self.sums.device)
+        if not same or self.visible.shape != self.sums.shape[:1]:
             raise ValueError(
-                f"The state's visible must be {list(self.sums.shape[:1])} of torch.int64, not "
-                f"{list(self.visible.shape)} of {self.visible.dtype}."
+                f"The state's visible must be {list(self.sums.shape[:1])} of torch.int64 on "
+                f"{self.sums.device}, not {list(self.visible.shape)} of {self.visible.dtype} on "
+                f"{self.visible.device}."
             )
         needed: list[list[int] | None] = [None, None]
         if self.spec.sums_can_cancel:
@@ -192,6 +195,13 @@ def check_state(
     """Raise ``ValueError`` unless ``state`` belongs to ``spec`` and fits these keys and values."""
     if not isinstance(state, State):
         raise ValueError(f"state must be a softmax_rnn.State, not {type(state).__name__}.")
+    parts = ("sums", Tensor), ("visible", Tensor), ("magnitudes", Tensor), ("largest", Tensor)
+    for name, kind in (*parts, ("recent", KeptKeys), ("first", KeptKeys)):
+        part = getattr(state, name)
+        if not isinstance(part, kind) and not (part is None and name not in ("sums", "visible")):
+            raise ValueError(
+                f"The state's {name} must be a {kind.__name__}, not {type(part).__name__}."
+            )
     if not state.spec == spec:  # torch.compile cannot trace != here
         raise ValueError(
             "The state belongs to another spec "

@@ -94,7 +94,7 @@ def test_a_wrong_kernel_is_found_out_once(
     with pytest.warns(UserWarning, match=rf"is not used on .*: its {name} has a relative error"):
         assert name in failure("gate", device)
     count = len(launched)
-    assert count == 3
+    assert count >= 3
     proof._known.cache_clear()  # another process
     with pytest.warns(UserWarning, match="is not used on"):
         assert name in failure("gate", device)
@@ -110,13 +110,49 @@ def test_a_wrong_kernel_is_found_out_once(
     assert not failure("gate", device)
 
 
-def test_a_kernel_that_does_not_compile(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def zero_a_row(called: str, inputs: Any, outputs: tuple[Tensor, ...]) -> None:
+    if called == "sums":
+        outputs[0][:, 1, -1] = 0.0
+
+
+def forget_the_mask(called: str, inputs: Any, outputs: tuple[Tensor, ...]) -> None:
+    if called == "sums" and inputs[3] is not None:
+        outputs[0].mul_(1.5)
+
+
+@pytest.mark.parametrize("spoil", [zero_a_row, forget_the_mask])
+def test_small_mistakes_are_found(spoil: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, where rounding is large; also where a kernel is right without a mask."""
+    launch = pairs._launch
+
+    def wrong(called: str, inputs: Any, outputs: tuple[Tensor, ...], *rest: Any) -> None:
+        launch(called, inputs, outputs, *rest)
+        spoil(called, inputs, outputs)
+
+    monkeypatch.setattr(pairs, "_launch", wrong)
+    with pytest.warns(UserWarning, match="its sums has a relative error"):
+        assert failure("norm_rms", device, dtype=torch.bfloat16)
+
+
+def test_large_weights_in_float16_are_no_mistake(device: str) -> None:
+    assert not failure(sr.AttentionSpec(feature_map="elu1"), device, dtype=torch.float16)
+
+
+def test_what_surrounds_a_call_does_not_matter(device: str) -> None:
+    with torch.device("meta"), torch.autocast(device, torch.bfloat16), torch.inference_mode():
+        assert not failure("gate", device)
+
+
+def test_a_kernel_that_does_not_compile(
+    device: str, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("PassManager::run failed\nmore")
 
     monkeypatch.setattr(chunks, "sums", broken)
     with pytest.warns(UserWarning, match="RuntimeError: PassManager::run failed. Other forms"):
         assert failure("taylor:2", device, "chunks")
+    assert not [*cache.rglob("*.json")]  # it may be the process: the next one tries again
 
 
 def test_every_source_and_version_is_tried_anew(

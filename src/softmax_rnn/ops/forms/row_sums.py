@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softmax_rnn.ops.compiler import constant_when_compiled
+from softmax_rnn.ops.compiler import constant_when_compiled, traced
 from softmax_rnn.ops.forms.first_order import transformed, wrapped
 
 
@@ -79,7 +79,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 def no_data(x: Tensor) -> bool:
     """Whether the values cannot be read: while tracing, on the meta device, in ``torch.vmap``."""
-    if torch.compiler.is_compiling() or x.is_meta or type(x) not in _PLAIN:
+    if traced() or x.is_meta or type(x) not in _PLAIN:
         return True
     return transformed() and wrapped(x) and _mapped(x)
 

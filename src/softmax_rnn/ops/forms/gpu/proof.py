@@ -2,9 +2,10 @@
 
 On the first use of a kind of kernel on a device, its sums and gradients of a small case are
 compared with those of ``dense`` in float64. What is found is kept on disk, under a hash of the
-device, its driver, the versions of PyTorch and Triton, and the sources: each is tried once. A
-kernel that fails, or does not compile, is not used by ``auto``: there is one warning, and the next
-form computes the call. Who asks for a form by name gets it.
+device, its driver, the versions of PyTorch and Triton, and the sources: each is tried once. What
+raises an error, as a kernel that does not compile, is tried again by the next process. A kernel
+that fails is not used by ``auto``: there is one warning, and the next form computes the call. Who
+asks for a form by name gets it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.chunks.chunked import chunked
 from softmax_rnn.ops.forms.gpu.pairs import triton
 from softmax_rnn.ops.forms.pairs.dense import dense
-from softmax_rnn.ops.forms.row_sums import RowSums
+from softmax_rnn.ops.forms.row_sums import RowSums, no_autocast
 from softmax_rnn.ops.spec import AttentionSpec
 
 Kind = Literal["pairs", "chunks"]
@@ -40,6 +41,7 @@ Kind = Literal["pairs", "chunks"]
 # Several tiles, the last ones short; more keys than queries.
 _QUERIES, _KEYS = 130, 150
 _WINDOW = 70  # a wider one would hide nothing
+_CLAMP = 0.3  # a higher one would bound nothing
 # Relative errors that are not rounding. Products of float32 may be TF32.
 _TOLERANCE = {
     torch.float64: 1e-8,
@@ -74,15 +76,16 @@ def failure(
 
 
 def _weights(spec: AttentionSpec, width: int) -> AttentionSpec:
-    """A spec with the same weights of moderate size, and nothing that comes after the sums."""
-    scale = spec.score_scale(width)
+    """A spec that takes the same kernel, with weights of moderate size, and no gates.
+
+    Denominator and norm stay: they say whether scores are shifted.
+    """
+    scale = math.copysign(1 / math.sqrt(width), spec.score_scale(width))
+    bounded = spec.clamp is not None and not spec.shifted
     return replace(
         spec,
-        scale=math.copysign(1 / math.sqrt(width), scale),
-        denominator="none" if spec.row_sum is None else "sum_plus_one",
-        epsilon=0.0,
-        floor=0.0,
-        norm="none",
+        scale=scale,
+        clamp=min(spec.clamp or 0.0, _CLAMP) if bounded else spec.clamp,
         input_gate=False,
         output_gate="none",
         window=None if spec.window is None else min(spec.window, _WINDOW),
@@ -100,11 +103,11 @@ def _known(kind: Kind, spec: AttentionSpec, dtype: torch.dtype, *where: Any) -> 
         if isinstance(kept, dict) and isinstance(kept.get("failure"), str):
             return _told(kept["failure"], what)
     try:
-        found = _difference(kind, spec, dtype, *where)
-    except torch.OutOfMemoryError as problem:  # says nothing about the kernel
-        return _told(f"there was no memory to try it: {problem}", what)
-    except Exception as problem:  # Triton's compiler raises its own, of many kinds
-        found = f"{type(problem).__name__}: {str(problem).strip().partition(os.linesep)[0]}"
+        with no_autocast(where[2].type):
+            found = _difference(kind, spec, dtype, *where)
+    except Exception as problem:  # of this process alone: memory, or one of many that Triton raises
+        said = str(problem).strip().partition(os.linesep)[0]
+        return _told(f"{type(problem).__name__}: {said}", what)
     with suppress(OSError), own_folder(_folder()) as folder:
         write_json(folder / named, what | {"failure": found})
     return _told(found, what)
@@ -128,7 +131,7 @@ def _folder() -> Path:
 def _machine(width: int, values: int, device: torch.device) -> dict[str, Any]:
     """Everything else that a result depends on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
     with suppress(PackageNotFoundError):
         return {
             "width": width,
@@ -152,10 +155,10 @@ def _difference(
     device: torch.device,
 ) -> str:
     """What of a small case differs from ``dense``, in words; empty for nothing."""
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw, dtype=torch.float64)
+        return torch.randn(shape, generator=draw, dtype=torch.float64, device="cpu")
 
     inputs = {
         "q": normal(2, 4, _QUERIES, width).to(dtype),
@@ -167,32 +170,50 @@ def _difference(
     if spec.learned_coefficients:
         inputs["coefficients"] = normal(4, 1 + (spec.order or 0)).exp()
     upstream = normal(2, 4, _QUERIES, values + 1)
+    hidden = torch.zeros(2, 1, 1, _KEYS, dtype=torch.bool, device="cpu")
+    hidden[1, ..., :9] = hidden[0, ..., -5:] = True
     compute: Callable[..., RowSums] = triton
     if kind == "chunks":
         compute = functools.partial(chunked, chunk=64, engine="triton")
     maps = kind == "pairs"
-    with torch.inference_mode(False), torch.enable_grad():
-        found = _results(compute, spec, inputs, upstream, dtype, device, maps=maps)
-        exact = _results(dense, spec, inputs, upstream, torch.float64, device, maps=False)
-    for name, expected in exact.items():
-        size = float(expected.norm())
-        error = float((found[name] - expected).norm()) / max(size, 1e-30)
-        if not error <= _TOLERANCE[dtype]:
-            return f"its {name} has a relative error of {error:.1e}"
+    for mask, causal in ((None, True), ((~hidden).to(device), spec.causal_only)):
+        with torch.inference_mode(False), torch.enable_grad():
+            given: dict[str, Any] = {"spec": spec, "causal": causal, "mask": mask}
+            exact = _results(dense, inputs, upstream, torch.float64, device, **given)
+            unit = exact.pop("unit")
+            found = _results(compute, inputs, upstream, dtype, device, unit, maps, **given)
+        for name, expected in exact.items():
+            error = _error(found[name], expected)
+            if not error <= _TOLERANCE[dtype]:
+                return f"its {name} has a relative error of {error:.1e}"
     return ""
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    """The largest error of a row, by its size and that of the others."""
+    sizes = expected.norm(dim=-1)
+    typical = sizes.square().mean().sqrt()
+    errors = (found - expected).norm(dim=-1) / (sizes + typical).clamp(min=1e-30)
+    return float(errors.nan_to_num(nan=math.inf).max())
 
 
 def _results(
     compute: Callable[..., RowSums],
-    spec: AttentionSpec,
     inputs: dict[str, Tensor],
     upstream: Tensor,
     dtype: torch.dtype,
     device: torch.device,
+    unit: Tensor | None = None,
+    maps: bool = False,
     *,
-    maps: bool,
+    spec: AttentionSpec,
+    causal: bool,
+    mask: Tensor | None,
 ) -> dict[str, Tensor]:
-    """The sums, and the gradient of every input by its name."""
+    """The sums, and the gradient of every input by its name.
+
+    Sums are in units of each row's weight sum, as in the quotient that they become.
+    """
     given = {}
     for name, x in inputs.items():
         given[name] = x.to(device, dtype if name in "qkv" else torch.float64, copy=True)
@@ -200,18 +221,18 @@ def _results(
     mapped = dict(given)
     if not maps:
         mapped |= {name: FEATURE_MAPS[spec.feature_map](given[name]) for name in "qk"}
-    rows = compute(**mapped, spec=spec, causal=True, mask=None)
+    rows = compute(**mapped, spec=spec, causal=causal, mask=mask)
+    scale = torch.zeros_like(rows.numerator[..., 0]) if rows.log_scale is None else rows.log_scale
+    scale = scale.detach().double().exp()
+    if unit is None:
+        assert rows.weight_sum is not None
+        unit = (rows.weight_sum.detach().double() * scale).abs().clamp(min=1e-30)
     parts = [rows.numerator.double()]
-    parts += [] if spec.row_sum is None else [_sum(rows).double().unsqueeze(-1)]
-    sums = torch.cat(parts, -1)
-    if rows.log_scale is not None:
-        sums = sums * rows.log_scale.detach().double().exp().unsqueeze(-1)
+    if spec.row_sum is not None:
+        assert rows.weight_sum is not None
+        parts.append(rows.weight_sum.double().unsqueeze(-1))
+    sums = torch.cat(parts, -1) * (scale / unit).unsqueeze(-1)
     upstream = upstream[..., : sums.shape[-1]].to(device)
     grads = torch.autograd.grad(sums, list(given.values()), upstream)
     named = {f"gradient of {name}": x.double() for name, x in zip(given, grads, strict=True)}
-    return {"sums": sums.detach(), **named}
-
-
-def _sum(rows: RowSums) -> Tensor:
-    assert rows.weight_sum is not None
-    return rows.weight_sum
+    return {"sums": sums.detach(), "unit": unit, **named}
