@@ -21,16 +21,6 @@ def constant_when_compiled(function: Function) -> Function:
     return function
 
 
-def traced() -> bool:
-    """Whether operations are recorded, by whichever tracer: what they do is then all that counts.
-
-    Others than ``torch.compile`` are ``torch.jit.trace`` and modes such as that of ``make_fx``.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    return torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
-
-
 def uncompiled(function: Function) -> Function:
     """Exclude the function from compilation: a compiled model calls it eagerly.
 

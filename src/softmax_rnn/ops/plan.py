@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from softmax_rnn._utils.errors import unknown
-from softmax_rnn.ops.compiler import traced
 from softmax_rnn.ops.forms.chunks.chunked import chunked
 from softmax_rnn.ops.forms.chunks.settings import Loops
 from softmax_rnn.ops.forms.cpu import library as native_library
 from softmax_rnn.ops.forms.cpu import pairs as native
 from softmax_rnn.ops.forms.cpu import token as native_token
-from softmax_rnn.ops.forms.first_order import transformed, wrapped
+from softmax_rnn.ops.forms.first_order import transformed, unreadable, wrapped
 from softmax_rnn.ops.forms.gpu import chunks as triton_chunks
 from softmax_rnn.ops.forms.gpu import pairs as triton
 from softmax_rnn.ops.forms.gpu import proof
@@ -377,7 +376,7 @@ def planned(call: Call, form: str = "auto", part: bool = False) -> Plan:
         NotImplementedError: inside a transform of ``torch.func``, for a state or another form than
             ``dense``, unless all tensors are constants of the transform.
     """
-    if traced() or transformed() or not _readable(call):
+    if unreadable() or not _readable(call):
         if not part:
             check(call)
         numbers: Numbers = "traced" if torch.compiler.is_compiling() else "no"

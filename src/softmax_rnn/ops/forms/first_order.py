@@ -36,6 +36,21 @@ def differentiated(x: Tensor) -> bool:
     return backward or unpack_dual(x).tangent is not None
 
 
+def traced() -> bool:
+    """Whether operations are recorded, by whichever tracer: what they do is then all that counts.
+
+    Others than ``torch.compile`` are ``torch.jit.trace`` and modes such as that of ``make_fx``.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
+
+
+def unreadable() -> bool:
+    """Whether tensors may have no numbers here: they are traced or transformed."""
+    return traced() or transformed()
+
+
 def transformed() -> bool:
     """Whether this runs inside a ``torch.func`` transform, whose tensors have no address."""
     return torch._C._functorch.maybe_current_level() is not None

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softmax_rnn.ops.compiler import constant_when_compiled, traced
-from softmax_rnn.ops.forms.first_order import transformed, wrapped
+from softmax_rnn.ops.compiler import constant_when_compiled
+from softmax_rnn.ops.forms.first_order import traced, unreadable, wrapped
 
 
 class RowSums(NamedTuple):
@@ -79,9 +79,9 @@ _PLAIN = (Tensor, nn.Parameter)
 
 def no_data(x: Tensor) -> bool:
     """Whether the values cannot be read: while tracing, on the meta device, in ``torch.vmap``."""
-    if traced() or x.is_meta or type(x) not in _PLAIN:
+    if x.is_meta or type(x) not in _PLAIN:
         return True
-    return transformed() and wrapped(x) and _mapped(x)
+    return unreadable() and (traced() or (wrapped(x) and _mapped(x)))
 
 
 def _mapped(x: Tensor) -> bool:
