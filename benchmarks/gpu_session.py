@@ -1,6 +1,6 @@
 """Everything that needs a GPU, in the order of its importance and within some minutes.
 
-    python -m benchmarks.gpu_session                # 9 minutes: what a lent machine allows
+    python -m benchmarks.gpu_session                # within 9 minutes
     python -m benchmarks.gpu_session --minutes 20
 
 First every kind of kernel proves itself (`ops/forms/gpu/proof.py`), then the tests run that need a
