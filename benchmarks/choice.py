@@ -27,7 +27,7 @@ import softmax_rnn as sr
 from benchmarks import measure
 from benchmarks.measure import ratios, seconds, summary
 from benchmarks.recurrence import inputs, step
-from softmax_rnn.ops.forms.cpu.library import VARIABLE
+from softmax_rnn.ops.forms.cpu.cpp import VARIABLE
 from softmax_rnn.ops.work import Sizes, chunks_pay
 
 SHORT = ((16, 32, 64, 128, 256), (16, 64))

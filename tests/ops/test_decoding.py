@@ -14,14 +14,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import softmax_rnn as sr
 from quick import first_quick
 from softmax_rnn.ops import attention as operation
-from softmax_rnn.ops.forms.cpu import library as native_library
+from softmax_rnn.ops.forms.cpu import cpp
 from softmax_rnn.ops.forms.cpu import token as native_token
 from softmax_rnn.ops.forms.token import Weights
 from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.plan import planned
 
 needs_library = pytest.mark.skipif(
-    bool(native_library.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
+    bool(cpp.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
 )
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 SPECS = {

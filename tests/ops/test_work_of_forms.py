@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import softmax_rnn as sr
-from softmax_rnn.ops.forms.cpu.library import VARIABLE
+from softmax_rnn.ops.forms.cpu.cpp import VARIABLE
 from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.plan import planned
 from softmax_rnn.ops.variants import resolve

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from softmax_rnn._utils.errors import unknown
 from softmax_rnn.ops.forms.chunks.chunked import chunked
 from softmax_rnn.ops.forms.chunks.settings import Loops
-from softmax_rnn.ops.forms.cpu import library as native_library
+from softmax_rnn.ops.forms.cpu import cpp
 from softmax_rnn.ops.forms.cpu import pairs as native
 from softmax_rnn.ops.forms.cpu import token as native_token
 from softmax_rnn.ops.forms.first_order import transformed, unreadable, wrapped
@@ -195,7 +195,7 @@ def _kernels_lack(spec: AttentionSpec, device: str) -> str:
 
 
 def _native_lacks(spec: AttentionSpec, device: str) -> str:
-    missing = native_library.missing()
+    missing = cpp.missing()
     return _kernels_lack(spec, device) or (missing and f"anything ({missing})")
 
 
@@ -215,7 +215,7 @@ def _native_best(s: Signature) -> bool:
     wide = s.dtype in (torch.float32, torch.float64)
     if not _fused_lacks(s.spec, "cpu") and not (wide and s.q[2] >= _BESIDE_FUSED):
         return False
-    return not native_library.missing(build=True)
+    return not cpp.missing(build=True)
 
 
 def _triton_lacks(spec: AttentionSpec, device: str) -> str:
@@ -380,7 +380,7 @@ def planned(call: Call, form: str = "auto", part: bool = False) -> Plan:
         if not part:
             check(call)
         numbers: Numbers = "traced" if torch.compiler.is_compiling() else "no"
-        return _plan(call, _signature(call, form, part, native_library.threads(), numbers))
+        return _plan(call, _signature(call, form, part, cpp.threads(), numbers))
     key = _signature(call, form, part, torch.get_num_threads(), "yes")
     found = _PLANS.get(key)
     if found is None:
@@ -569,9 +569,9 @@ def loops(s: Signature, chunk: int) -> Loops:
         and not s.spec.learned_coefficients
         and min(s.q[0], s.q[2], s.q[3]) > 0
         and chunk >= _SHORTEST_IN_CPP
-        and max(s.q[2], s.k[2]) >= native_library.LEAST_TOKENS
+        and max(s.q[2], s.k[2]) >= cpp.LEAST_TOKENS
         and s.k[0] * s.k[1] >= _LEAST_HEADS * s.threads
-        and not native_library.missing(build=True)
+        and not cpp.missing(build=True)
     )
     return "native" if native else "torch"
 
@@ -619,7 +619,7 @@ def _path(s: Signature, form: str) -> Path:
         and s.k[2] == 1
         and all(all_sizes)
         and _computes_token(s.spec, s.dtype)
-        and not native_library.missing(build=s.numbers == "yes")
+        and not cpp.missing(build=s.numbers == "yes")
     )
     if not token:
         return "sums"

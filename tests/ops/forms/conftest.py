@@ -13,7 +13,7 @@ import pytest
 import torch
 from triton_cases import forget_the_kernels
 
-from softmax_rnn.ops.forms.cpu import library as native_library
+from softmax_rnn.ops.forms.cpu import cpp
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +67,16 @@ def device() -> Iterator[str]:
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], None]:
     """A process that has built nothing, and an empty cache; the function makes another one."""
     monkeypatch.setenv("SOFTMAX_RNN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv(native_library.VARIABLE, raising=False)
-    monkeypatch.setattr(native_library, "_failures", [])
+    monkeypatch.delenv(cpp.VARIABLE, raising=False)
+    monkeypatch.setattr(cpp, "_failures", [])
     for name in ("_loaded", "_compiler"):  # what this process has built is not lost
-        own = functools.cache(getattr(native_library, name).__wrapped__)
-        monkeypatch.setattr(native_library, name, own)
+        own = functools.cache(getattr(cpp, name).__wrapped__)
+        monkeypatch.setattr(cpp, name, own)
 
     def forget() -> None:
-        native_library._failures.clear()
-        native_library._loaded.cache_clear()
-        native_library._compiler.cache_clear()
+        cpp._failures.clear()
+        cpp._loaded.cache_clear()
+        cpp._compiler.cache_clear()
 
     return forget
 
@@ -86,8 +86,8 @@ def tiny(fresh: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path
     """A library of one function takes the place of the whole one, which takes 4 s to build."""
     source = tmp_path / "native.cpp"
     source.write_text('extern "C" int answer() { return 42; }')
-    monkeypatch.setattr(native_library, "SOURCES", [source])
-    monkeypatch.setattr(native_library, "HEADERS", [])
+    monkeypatch.setattr(cpp, "SOURCES", [source])
+    monkeypatch.setattr(cpp, "HEADERS", [])
     return source
 
 

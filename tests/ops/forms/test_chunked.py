@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import softmax_rnn as sr
 from cases import WIDENED, Case, Shape, assert_close, make_case
 from softmax_rnn.ops.forms.chunks.loops import TorchChunks
-from softmax_rnn.ops.forms.cpu import library as native_library
-from softmax_rnn.ops.forms.cpu.library import VARIABLE
+from softmax_rnn.ops.forms.cpu import cpp
+from softmax_rnn.ops.forms.cpu.cpp import VARIABLE
 from softmax_rnn.ops.monomials import state_rows
 
 CHUNK = 16
@@ -96,7 +96,7 @@ def test_the_operators_are_well_formed(causal: bool) -> None:
     for before in (None, state.requires_grad_()):
         inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), before)
         plan = ("taylor", 2, None, "none", causal, CHUNK, before is not None, True)
-        for loops in ("torch", "native") if not native_library.missing() else ("torch",):
+        for loops in ("torch", "native") if not cpp.missing() else ("torch",):
             arguments = (*inputs, None, None, *plan, loops, 1.0, "")
             library.opcheck(torch.ops.softmax_rnn.chunked_sums, arguments)
 

@@ -21,7 +21,7 @@ from softmax_rnn.ops.finish import SUM_GUARD
 from softmax_rnn.ops.forms.chunks import magnitudes
 from softmax_rnn.ops.forms.chunks.chunked import chunked
 from softmax_rnn.ops.forms.chunks.columns import Columns
-from softmax_rnn.ops.forms.cpu import library as native_library
+from softmax_rnn.ops.forms.cpu import cpp
 from softmax_rnn.ops.forms.pairs.dense import dense
 from strategies import coefficients
 
@@ -41,7 +41,7 @@ def computed_by(engine: str) -> Iterator[None]:
         stack.enter_context(mock.patch.object(plan, "chunk_length", return_value=16))
         if engine in ("torch", "triton"):
             stack.enter_context(mock.patch.object(plan, "loops", return_value=engine))
-        stack.enter_context(mock.patch.object(native_library, "LEAST_TOKENS", 1))
+        stack.enter_context(mock.patch.object(cpp, "LEAST_TOKENS", 1))
         if engine != "calls":
             stack.enter_context(mock.patch.object(operation, "_SHORT", {}))
         yield

@@ -11,12 +11,12 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from cases import WIDENED, Shape, assert_close, make_case
-from softmax_rnn.ops.forms.cpu import library as native_library
+from softmax_rnn.ops.forms.cpu import cpp
 from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.plan import planned
 
 needs_library = pytest.mark.skipif(
-    bool(native_library.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
+    bool(cpp.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
 )
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5}
 SPECS = {
@@ -39,7 +39,7 @@ def chosen(
     return planned(Call(x, x, x, spec, mask=mask), form, part=True).form
 
 
-def long(length: int = native_library.LEAST_TOKENS) -> Tensor:
+def long(length: int = cpp.LEAST_TOKENS) -> Tensor:
     return torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -151,8 +151,8 @@ def test_what_it_does_not_compute() -> None:
 
 @needs_library
 def test_auto_takes_it_for_many_queries_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads, load = [], native_library.load
-    monkeypatch.setattr(native_library, "load", lambda: (loads.append(1), load())[1])
+    loads, load = [], cpp.load
+    monkeypatch.setattr(cpp, "load", lambda: (loads.append(1), load())[1])
     assert chosen(long(159), SPECS["softmax"]) == "fused"
     few = {name: chosen(long(32), SPECS[name]) for name in ("softmax", "gate", "taylor")}
     assert few == {"softmax": "fused", "gate": "dense", "taylor": "dense"}

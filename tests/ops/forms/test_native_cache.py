@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from softmax_rnn._utils.trusted import locked, objection
-from softmax_rnn.ops.forms.cpu import library as native_library
+from softmax_rnn.ops.forms.cpu import cpp
 
 pytestmark = pytest.mark.skipif(
-    bool(native_library.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
+    bool(cpp.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
 )
 KEY = "key"
 Forget = Callable[[], None]
@@ -30,7 +30,7 @@ Forget = Callable[[], None]
 def answer(fresh: Forget) -> int:
     """What the library of a process says that has built nothing."""
     fresh()
-    return int(native_library.load().answer())
+    return int(cpp.load().answer())
 
 
 class Samples(NamedTuple):
@@ -81,16 +81,16 @@ def built(
         opened[:] = [(descriptor, real(descriptor))]
         return opened[0][1]
 
-    real = native_library._library
-    monkeypatch.setattr(native_library, "_library", load)
-    monkeypatch.setattr(native_library, "_key", lambda _: KEY)
-    monkeypatch.setattr(native_library, "_built", build)
+    real = cpp._library
+    monkeypatch.setattr(cpp, "_library", load)
+    monkeypatch.setattr(cpp, "_key", lambda _: KEY)
+    monkeypatch.setattr(cpp, "_built", build)
     return folders
 
 
 def write(path: Path, content: bytes, key: str = KEY, mode: int = 0o600) -> Path:
     """A library with the hash that it should have, which anyone can compute."""
-    path.write_bytes(content + native_library._seal(content, key))
+    path.write_bytes(content + cpp._seal(content, key))
     path.chmod(mode)
     return path
 
@@ -188,7 +188,7 @@ def test_no_code_but_our_own_is_loaded(
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SOFTMAX_RNN_CACHE", str(cache))
             cache.chmod(0o777)
-            (path := native_library.folder() / f"{KEY}.so").parent.mkdir(mode=0o700)
+            (path := cpp.folder() / f"{KEY}.so").parent.mkdir(mode=0o700)
             PLANTS[kind].put(path, samples, number)
             built.clear()
             for healed in (False, True):
@@ -218,9 +218,9 @@ def test_what_was_checked_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also if the names lead elsewhere once the folder or the library has been checked."""
-    native_library.folder().mkdir(parents=True, mode=0o700)
-    path = write(native_library.folder() / f"{KEY}.so", samples.good)
-    then = getattr(native_library, moment)
+    cpp.folder().mkdir(parents=True, mode=0o700)
+    path = write(cpp.folder() / f"{KEY}.so", samples.good)
+    then = getattr(cpp, moment)
 
     def late(*args: object) -> object:
         if swapped == "folder":
@@ -231,7 +231,7 @@ def test_what_was_checked_is_loaded(
         write(path, samples.planted)
         return then(*args)
 
-    monkeypatch.setattr(native_library, moment, late)
+    monkeypatch.setattr(cpp, moment, late)
     assert answer(fresh) == 42
     assert not samples.marker.exists()
     assert not built

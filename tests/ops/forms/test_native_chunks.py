@@ -13,12 +13,12 @@ from torch import Tensor
 import softmax_rnn as sr
 from softmax_rnn.ops import plan
 from softmax_rnn.ops.forms.chunks.chunked import chunked
-from softmax_rnn.ops.forms.cpu import library as native_library
+from softmax_rnn.ops.forms.cpu import cpp
 from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.monomials import state_rows
 
 pytestmark = pytest.mark.skipif(
-    bool(native_library.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
+    bool(cpp.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
 )
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4}
 SPECS = {
@@ -31,7 +31,7 @@ SPECS = {
 
 @pytest.fixture(autouse=True)
 def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_library, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(cpp, "LEAST_TOKENS", 1)
 
 
 def results(

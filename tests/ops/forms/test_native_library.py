@@ -16,17 +16,17 @@ import pytest
 import torch
 
 import softmax_rnn as sr
-from softmax_rnn.ops.forms.cpu import library as native_library
+from softmax_rnn.ops.forms.cpu import cpp
 
 needs_library = pytest.mark.skipif(
-    bool(native_library.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
+    bool(cpp.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
 )
 Forget = Callable[[], None]
 
 
 def gate(form: str = "auto") -> torch.Tensor:
     """An attention that the native form computes, unless it says otherwise."""
-    length = native_library.LEAST_TOKENS
+    length = cpp.LEAST_TOKENS
     x = torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(0))
     return sr.attention(x, x, x, "gate", output_gate=torch.ones(1, 2, length), form=form)
 
@@ -34,7 +34,7 @@ def gate(form: str = "auto") -> torch.Tensor:
 def test_without_a_compiler_another_form_computes_and_says_so_once(
     fresh: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native_library.shutil, "which", lambda name: None)
+    monkeypatch.setattr(cpp.shutil, "which", lambda name: None)
     assert "native" not in sr.forms("gate")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -52,11 +52,11 @@ def test_a_source_that_does_not_compile_is_no_error(tiny: Path) -> None:
         torch.testing.assert_close(gate(), gate("dense"))
     assert "native" not in sr.forms("gate")
     with pytest.raises(OSError, match="cannot be built"):
-        native_library.load()
+        cpp.load()
 
 
 def test_it_can_be_switched_off(fresh: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native_library.VARIABLE, "0")
+    monkeypatch.setenv(cpp.VARIABLE, "0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.testing.assert_close(gate(), gate("dense"))
@@ -79,15 +79,15 @@ def test_every_compiler_has_its_library(
     fresh: Forget, tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     compiler = shutil.which("g++")
-    assert native_library.load().answer() == 42
+    assert cpp.load().answer() == 42
     (tmp_path / "g++").write_text(
         f'#!/bin/sh\n[ "$1" = --version ] && echo 99.0 || exec {compiler} "$@"\n'
     )
     (tmp_path / "g++").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     fresh()
-    assert native_library.load().answer() == 42
-    assert len([*native_library.folder().glob("*.so")]) == 2
+    assert cpp.load().answer() == 42
+    assert len([*cpp.folder().glob("*.so")]) == 2
 
 
 @needs_library
@@ -106,7 +106,7 @@ def test_without_a_cache_it_is_built_for_one_process(
     elif reason == "no folder":
         monkeypatch.setenv("SOFTMAX_RNN_CACHE", "/dev/null/nothing")
     else:
-        output = native_library._output
+        output = cpp._output
 
         def full(command: list[str], folder: Path | None = None) -> str:
             if folder is not None and folder.name == "building":
@@ -114,37 +114,37 @@ def test_without_a_cache_it_is_built_for_one_process(
                 raise subprocess.CalledProcessError(1, command, stderr=message)
             return output(command, folder)
 
-        monkeypatch.setattr(native_library, "_output", full)
+        monkeypatch.setattr(cpp, "_output", full)
     with pytest.warns(UserWarning, match=f"cannot be used: .*{said[reason]}") as caught:
-        assert native_library.load().answer() == 42
+        assert cpp.load().answer() == 42
     assert len(caught) == 1
     assert not any(temporary.iterdir())
 
 
 @needs_library
 def test_one_thread_builds(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    builds, build = [], native_library._built
-    monkeypatch.setattr(native_library, "_built", lambda *x: (builds.append(x), build(*x))[1])
+    builds, build = [], cpp._built
+    monkeypatch.setattr(cpp, "_built", lambda *x: (builds.append(x), build(*x))[1])
     with ThreadPoolExecutor(4) as pool:
-        found = [*pool.map(lambda _: native_library.load(), range(8))]
+        found = [*pool.map(lambda _: cpp.load(), range(8))]
     assert len(builds) == 1
     assert all(library is found[0] for library in found)
 
 
 def test_a_forked_process_does_not_wait_for_a_thread_that_it_has_not() -> None:
-    with native_library._one_thread:
+    with cpp._one_thread:
         child = os.fork()
         if not child:
-            os._exit(0 if native_library._one_thread.acquire(blocking=False) else 1)
+            os._exit(0 if cpp._one_thread.acquire(blocking=False) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from softmax_rnn.ops.forms.cpu import library as native_library
-native_library.SOURCES, native_library.HEADERS = [Path(sys.argv[1])], []
-assert native_library.load().answer() == 42
+from softmax_rnn.ops.forms.cpu import cpp
+cpp.SOURCES, cpp.HEADERS = [Path(sys.argv[1])], []
+assert cpp.load().answer() == 42
 """
 
 
@@ -165,11 +165,11 @@ def test_one_process_builds_and_the_next_one_if_it_is_killed(
     monkeypatch.setenv("TMPDIR", str(temporary))
     command = [sys.executable, "-W", "error", "-c", PROGRAM, str(tiny)]
     assert subprocess.run(command, check=False).returncode == -9
-    assert (native_library.folder() / "building").exists()
+    assert (cpp.folder() / "building").exists()
     both = [subprocess.Popen(command) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
     assert len([x for x in log.read_text().splitlines() if "-shared" in x]) == 2
-    assert sorted(path.suffix for path in native_library.folder().iterdir()) == [
+    assert sorted(path.suffix for path in cpp.folder().iterdir()) == [
         "",
         ".so",
     ]  # and the lock
@@ -180,8 +180,8 @@ def test_one_process_builds_and_the_next_one_if_it_is_killed(
 @pytest.mark.slow
 def test_a_library_cut_short_is_built_again(fresh: Forget) -> None:
     """The whole one: its first call would end the process."""
-    native_library.load()
-    (path,) = native_library.folder().glob("*.so")
+    cpp.load()
+    (path,) = cpp.folder().glob("*.so")
     content = path.read_bytes()
     path.unlink()  # this process has loaded it
     path.write_bytes(content[: len(content) // 2])
@@ -196,5 +196,5 @@ def test_the_sources_are_part_of_the_package() -> None:
     patterns = project["tool"]["setuptools"]["package-data"]["softmax_rnn"]
     package = Path(sr.__file__).parent
     files = {path for pattern in patterns for path in package.glob(pattern)}
-    assert len(native_library.SOURCES) == 4
-    assert files >= {*native_library.HEADERS, *native_library.SOURCES}
+    assert len(cpp.SOURCES) == 4
+    assert files >= {*cpp.HEADERS, *cpp.SOURCES}

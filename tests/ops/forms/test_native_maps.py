@@ -8,11 +8,11 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS, elu1, elu1_gradient
-from softmax_rnn.ops.forms.cpu import library as native_library
+from softmax_rnn.ops.forms.cpu import cpp
 from softmax_rnn.ops.forms.cpu import maps as native_maps
 
 pytestmark = pytest.mark.skipif(
-    bool(native_library.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
+    bool(cpp.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
 )
 
 

@@ -1,7 +1,7 @@
 """The chunked form's loops in C++ for the CPU, of fixed series with decays per head or token.
 
 ``chunked`` calls them in place of its own, and does the rest. The library is
-``library.py``'s.
+``cpp.py``'s.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from softmax_rnn.ops.forms.chunks.columns import Columns
 from softmax_rnn.ops.forms.chunks.tables import Tables
-from softmax_rnn.ops.forms.cpu import library as native_library
+from softmax_rnn.ops.forms.cpu import cpp
 from softmax_rnn.ops.monomials import monomial_factors
 
 
@@ -97,7 +97,7 @@ def _run(
     if log_decay is not None:
         given["log_decay"] = log_decay.double()
     contiguous = {name: x.contiguous() for name, x in given.items() if x.numel()}
-    native_library.run(
+    cpp.run(
         name,
         _ChunksCall,
         contiguous | written,

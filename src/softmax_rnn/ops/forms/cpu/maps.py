@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from softmax_rnn.ops.forms.cpu import library as native_library
+from softmax_rnn.ops.forms.cpu import cpp
 from softmax_rnn.ops.forms.first_order import differentiated, transformed
 from softmax_rnn.ops.forms.row_sums import no_data
 
@@ -32,10 +32,10 @@ def takes(*given: Tensor) -> bool:
         and not transformed()
         and x.dtype in (torch.float32, torch.float64)
         and x.ndim == 4
-        and x.shape[2] >= native_library.LEAST_TOKENS
+        and x.shape[2] >= cpp.LEAST_TOKENS
         and x.numel() > 0
         and (x.stride(3) == 1 or x.shape[3] == 1)
-        and not native_library.missing(build=True)
+        and not cpp.missing(build=True)
     )
 
 
@@ -53,7 +53,5 @@ def _run(name: str, x: Tensor, **given: Tensor) -> Tensor:
     x = x.resolve_neg()  # a copy may have other strides
     out = x.new_empty(x.shape)
     sizes = dict(zip(("batch", "heads", "rows", "width"), x.shape, strict=True))
-    native_library.run(
-        name, _MapCall, {"x": x, **given, "out": out}, strides=x.stride()[:3], **sizes
-    )
+    cpp.run(name, _MapCall, {"x": x, **given, "out": out}, strides=x.stride()[:3], **sizes)
     return out

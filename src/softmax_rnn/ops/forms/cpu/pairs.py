@@ -1,7 +1,7 @@
 """The native form: the blocked form as C++ for the CPU, compiled at its first use.
 
 It computes the sums of ``formula.attention`` for fixed series. A tile of scores stays in the
-cache through both products, in both passes. The library is ``library.py``'s.
+cache through both products, in both passes. The library is ``cpp.py``'s.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from softmax_rnn.ops.decay import log_decay_grad
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.forms.cpu import library as native_library
+from softmax_rnn.ops.forms.cpu import cpp
 from softmax_rnn.ops.forms.first_order import first_order
 from softmax_rnn.ops.forms.pairs.blocks import Blocks, block_length
 from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, no_data, without_autocast
@@ -180,7 +180,7 @@ def _run(
     tensors = strided | {name: x.contiguous() for name, x in others.items() if x is not None}
     sizes = {"batch": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1]}
     sizes |= {"queries": q.shape[2], "keys": k.shape[2], "width": q.shape[3]}
-    native_library.run(
+    cpp.run(
         name,
         _PairsCall,
         tensors,

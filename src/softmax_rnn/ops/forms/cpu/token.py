@@ -18,7 +18,7 @@ from torch import Tensor
 from softmax_rnn.ops.decay import MIN_LOG_DECAY
 from softmax_rnn.ops.finish import SUM_GUARD
 from softmax_rnn.ops.forms.chunks.magnitudes import powers, roundings
-from softmax_rnn.ops.forms.cpu import library as native_library
+from softmax_rnn.ops.forms.cpu import cpp
 from softmax_rnn.ops.monomials import cumulative_dimension, degrees, monomial_factors, row_weights
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State
@@ -92,7 +92,7 @@ def step(
         if x is not None:
             given[name] = x.contiguous()
             written[f"next_{name}"] = torch.empty_like(given[name])
-    native_library.run(
+    cpp.run(
         "token",
         _TokenCall,
         given | written | constants.tensors,
