@@ -102,12 +102,13 @@ def test_every_plan_says_what_it_takes(name: str) -> None:
     assert tuple(form for form, lack in explained.items() if not lack) == sr.forms(spec)
     assert explained.keys() == plan.FORMS.keys()
     x = torch.zeros(1, 1, 2, 4)
+    call = Call(x, x, x, spec)
     for form, lack in explained.items():
         if lack and spec.outside == "hidden":  # else each part has a plan of its own
             stateful = plan.FORMS[form].stateful  # whose errors say what has a state
             message = "" if stateful else f"form='{form}' cannot compute {re.escape(lack)} on cpu"
             with pytest.raises(ValueError, match=message):
-                plan.planned(Call(x, x, x, spec), form, part=True)
+                plan._plan(call, plan.signature(call, form))
 
 
 def test_hidden_keys_of_one_query_without_numbers() -> None:

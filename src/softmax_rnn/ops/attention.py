@@ -17,7 +17,7 @@ from softmax_rnn.ops.forms.row_sums import RowSums, no_autocast, without_hidden
 from softmax_rnn.ops.forms.token import Weights, after_state, softmax
 from softmax_rnn.ops.inputs import Call, check_not_growing
 from softmax_rnn.ops.padding import Packed
-from softmax_rnn.ops.plan import FORMS, Plan, forms, planned
+from softmax_rnn.ops.plan import Plan, planned
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import KeptKeys, State, next_state
 from softmax_rnn.ops.variants import resolve
@@ -319,7 +319,5 @@ def _sums(call: Call, plan: Plan) -> RowSums:
 
 
 def _sums_of_part(form: str, part: Call) -> RowSums:
-    """The sums of a window or of a series; a window takes another form if it has no such form."""
-    if form in FORMS and part.spec.window is not None:
-        form = form if form in forms(part.spec, part.q.device) else "auto"
+    """The sums of a window or of a series."""
     return _sums(part, planned(part, form, part=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,7 +215,12 @@ def check_per_key(mask: Tensor | None, what: str = "a state") -> None:
 
 def is_per_key(mask: Tensor) -> bool:
     """Whether every query and head sees the same keys of a mask, broadcast to [B, H, T, S]."""
-    return (1, 1, 1, *mask.shape)[-3:-1] == (1, 1)
+    return per_key(mask.shape)
+
+
+def per_key(shape: Sequence[int]) -> bool:
+    """Whether a mask of this shape is the same for every query and head."""
+    return (1, 1, 1, *shape)[-3:-1] == (1, 1)
 
 
 def _check_decay(log_decay: Tensor | None, spec: AttentionSpec, k: Tensor, causal: bool) -> None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from softmax_rnn._utils.errors import unknown
@@ -34,8 +34,8 @@ from softmax_rnn.ops.forms.gpu.layout import MAX_ORDER
 from softmax_rnn.ops.forms.pairs import fused
 from softmax_rnn.ops.forms.pairs.blocked import blocked
 from softmax_rnn.ops.forms.pairs.dense import dense
-from softmax_rnn.ops.forms.row_sums import RowSums
-from softmax_rnn.ops.inputs import Call, check, check_per_key
+from softmax_rnn.ops.forms.row_sums import PLAIN, RowSums
+from softmax_rnn.ops.inputs import Call, check, check_per_key, per_key
 from softmax_rnn.ops.spec import AttentionSpec, RowSum
 from softmax_rnn.ops.state import (
     KeptKeys,
@@ -68,8 +68,7 @@ class Signature(NamedTuple):
         form: the form that was asked for, or ``auto``.
         q: the shape of the queries [B, H, T, D]; likewise ``k`` and ``v``.
         types: the dtypes and devices of queries, keys and values.
-        others: of each other tensor, as :class:`Call` orders them, what is checked; empty without
-            any.
+        others: of each other tensor (``_OTHERS``) what is checked; ``None`` for one not given.
         state: the same of a given state.
         return_state: whether a state is returned.
         padding: whether hidden tokens are padding.
@@ -121,7 +120,7 @@ class Signature(NamedTuple):
     @property
     def mask_of_keys(self) -> bool:
         """Whether every query and head sees the same keys."""
-        return self.mask is None or (1, 1, 1, *self.mask[0])[-3:-1] == (1, 1)
+        return self.mask is None or per_key(self.mask[0])
 
     @property
     def few(self) -> bool:
@@ -358,8 +357,6 @@ def forms(
     return found if explain else tuple(name for name, lack in found.items() if not lack)
 
 
-# Others may stand for tensors that are elsewhere, or for none yet.
-_PLAIN = (Tensor, nn.Parameter)
 _PLANS: dict[Signature, Plan] = {}
 _MOST = 4096  # plans; then all are made again
 
@@ -367,7 +364,8 @@ _MOST = 4096  # plans; then all are made again
 def planned(call: Call, form: str = "auto", part: bool = False) -> Plan:
     """Check a call and choose how to compute it.
 
-    ``part`` is whether the call is a part of another one, whose arguments are checked.
+    ``part`` is whether the call is a part of another one, whose arguments are checked. A window
+    takes another form if it has no such form as the series outside it.
 
     Raises:
         ValueError: for arguments that do not fit each other; for a form that is unknown or cannot
@@ -376,6 +374,8 @@ def planned(call: Call, form: str = "auto", part: bool = False) -> Plan:
         NotImplementedError: inside a transform of ``torch.func``, for a state or another form than
             ``dense``, unless all tensors are constants of the transform.
     """
+    if part and form in FORMS and call.spec.window is not None:
+        form = "auto" if FORMS[form].lacks(call.spec, call.q.device.type) else form
     if unreadable() or not _readable(call):
         if not part:
             check(call)
@@ -406,16 +406,13 @@ def signature(call: Call, form: str = "auto") -> Signature:
 
 def _readable(call: Call) -> bool:
     """Whether queries, keys and values have numbers, on this device."""
-    plain = type(call.q) in _PLAIN and type(call.k) in _PLAIN and type(call.v) in _PLAIN
+    plain = type(call.q) in PLAIN and type(call.k) in PLAIN and type(call.v) in PLAIN
     return plain and not call.q.is_meta
 
 
 def _signature(call: Call, form: str, part: bool, threads: int, numbers: Numbers) -> Signature:
     q, k, v, state, decay = call.q, call.k, call.v, call.state, call.log_decay
     dtype, device = q.dtype, q.device
-    none = decay is call.coefficients is call.input_gate is call.output_gate is call.sink is None
-    none = none and call.length_power is call.norm_weight is call.norm_bias is None
-    none = none and call.outside_scale is call.outside_q is call.outside_k is None
     grad = torch.is_grad_enabled()
     trained = grad and (q.requires_grad or k.requires_grad or v.requires_grad)
     before = getattr(state, "sums", None)
@@ -428,8 +425,8 @@ def _signature(call: Call, form: str, part: bool, threads: int, numbers: Numbers
         k.shape,
         v.shape,
         (dtype, device, k.dtype, k.device, v.dtype, v.device),
-        None if call.mask is None else _checked(call.mask),
-        () if none else tuple([_checked(getattr(call, name)) for name in _OTHERS]),
+        _checked(call.mask),
+        tuple([_checked(getattr(call, name)) for name in _OTHERS]),
         None if state is None else _checked_state(state),
         call.return_state,
         call.padding,
@@ -607,7 +604,7 @@ def _path(s: Signature, form: str) -> Path:
     if s.part or s.derivative or s.autocast or s.numbers == "no" or s.mask is not None:
         return "sums"
     one, all_sizes = s.q[2] == 1, (*s.q, *s.k, *s.v)
-    if form == "fused" and s.spec.is_softmax and s.numbers == "yes" and not s.others:
+    if form == "fused" and s.spec.is_softmax and s.numbers == "yes" and not any(s.others):
         square = one or not s.causal or s.q[2] == s.k[2]
         return "kernel" if square and s.k[3] == s.v[3] and all(all_sizes) else "sums"
     token = (

@@ -74,12 +74,12 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 # Others may stand for tensors that are elsewhere, or for none yet.
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter)
 
 
 def no_data(x: Tensor) -> bool:
     """Whether the values cannot be read: while tracing, on the meta device, in ``torch.vmap``."""
-    if x.is_meta or type(x) not in _PLAIN:
+    if x.is_meta or type(x) not in PLAIN:
         return True
     return unreadable() and (traced() or (wrapped(x) and _mapped(x)))
 
