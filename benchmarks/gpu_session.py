@@ -27,7 +27,8 @@ from benchmarks import measure
 from softmax_rnn._utils.files import write_json
 from softmax_rnn.ops.forms.gpu import proof
 from softmax_rnn.ops.inputs import Call
-from softmax_rnn.ops.plan import signature, triton_chunks_refuse
+from softmax_rnn.ops.plan import triton_chunks_refuse
+from softmax_rnn.ops.signature import signature
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS = (64, 128)

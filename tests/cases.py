@@ -11,7 +11,8 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from softmax_rnn.ops.inputs import Call
-from softmax_rnn.ops.plan import FORMS, reason, signature
+from softmax_rnn.ops.plan import FORMS, reason
+from softmax_rnn.ops.signature import signature
 
 MASKS = ("none", "padding", "heads", "full")
 

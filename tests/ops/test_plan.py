@@ -16,6 +16,7 @@ import softmax_rnn as sr
 from cases import VARIANTS, WIDENED, Shape, make_case
 from softmax_rnn.ops import plan
 from softmax_rnn.ops.inputs import Call
+from softmax_rnn.ops.signature import signature
 
 SPECS = {name: sr.variant(name) for name in ("softmax", "gate", "taylor:2", "length")} | {
     name: WIDENED[name]
@@ -108,7 +109,7 @@ def test_every_plan_says_what_it_takes(name: str) -> None:
             stateful = plan.FORMS[form].stateful  # whose errors say what has a state
             message = "" if stateful else f"form='{form}' cannot compute {re.escape(lack)} on cpu"
             with pytest.raises(ValueError, match=message):
-                plan._plan(call, plan.signature(call, form))
+                plan._plan(call, signature(call, form))
 
 
 def test_hidden_keys_of_one_query_without_numbers() -> None:

@@ -17,8 +17,6 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
-from torch import Tensor
-from torch.autograd import forward_ad
 
 from softmax_rnn._utils.errors import unknown
 from softmax_rnn.ops.forms.chunks.chunked import chunked
@@ -34,12 +32,11 @@ from softmax_rnn.ops.forms.gpu.layout import MAX_ORDER
 from softmax_rnn.ops.forms.pairs import fused
 from softmax_rnn.ops.forms.pairs.blocked import blocked
 from softmax_rnn.ops.forms.pairs.dense import dense
-from softmax_rnn.ops.forms.row_sums import PLAIN, RowSums
-from softmax_rnn.ops.inputs import Call, check, check_per_key, per_key
+from softmax_rnn.ops.forms.row_sums import RowSums
+from softmax_rnn.ops.inputs import Call, check, check_per_key
+from softmax_rnn.ops.signature import Numbers, Signature, readable, signature_of
 from softmax_rnn.ops.spec import AttentionSpec, RowSum
 from softmax_rnn.ops.state import (
-    KeptKeys,
-    State,
     has_memory,
     is_small,
     require_memory,
@@ -56,76 +53,6 @@ _BESIDE_FUSED = 160
 # with fewer, operations on all heads are as fast.
 _SHORTEST_IN_CPP = 16
 _LEAST_HEADS = 0.25
-
-
-Numbers = Literal["yes", "traced", "no"]
-
-
-class Signature(NamedTuple):
-    """What the choice depends on.
-
-    Attributes:
-        form: the form that was asked for, or ``auto``.
-        q: the shape of the queries [B, H, T, D]; likewise ``k`` and ``v``.
-        types: the dtypes and devices of queries, keys and values.
-        others: of each other tensor (``_OTHERS``) what is checked; ``None`` for one not given.
-        state: the same of a given state.
-        return_state: whether a state is returned.
-        padding: whether hidden tokens are padding.
-        part: whether this is a part of another call, whose arguments are checked.
-        trained: whether queries, keys or values need a gradient: then states are kept for it.
-        derivative: whether the result may be differentiated.
-        autocast: whether it is on, or may be.
-        threads: of PyTorch.
-        numbers: whether they can be read: ``yes``; ``traced`` by ``torch.compile``; or ``no``, in
-            transforms of ``torch.func`` and other subclasses of tensors.
-    """
-
-    spec: AttentionSpec
-    form: str
-    causal: bool
-    q: torch.Size
-    k: torch.Size
-    v: torch.Size
-    types: tuple[Any, ...]
-    mask: tuple[Any, ...] | None
-    others: tuple[Any, ...]
-    state: tuple[Any, ...] | None
-    return_state: bool
-    padding: bool
-    part: bool
-    trained: bool
-    derivative: bool
-    autocast: bool
-    threads: int
-    numbers: Numbers
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the queries, keys and values."""
-        dtype: torch.dtype = self.types[0]
-        return dtype
-
-    @property
-    def device(self) -> str:
-        """The type of their device."""
-        kind: str = self.types[1].type
-        return kind
-
-    @property
-    def stateful(self) -> bool:
-        """Whether a state is given or returned."""
-        return self.return_state or self.state is not None
-
-    @property
-    def mask_of_keys(self) -> bool:
-        """Whether every query and head sees the same keys."""
-        return self.mask is None or per_key(self.mask[0])
-
-    @property
-    def few(self) -> bool:
-        """Whether all pairs are computed at once, rather than in blocks."""
-        return self.q[2] == 1 or self.q[2] * self.k[2] <= _FEW_PAIRS
 
 
 class Form(NamedTuple):
@@ -147,6 +74,11 @@ class Form(NamedTuple):
     best: Callable[[Signature], bool] = lambda _: True
     stateful: bool = False
     maps: bool = False
+
+
+def _few(s: Signature) -> bool:
+    """Whether all pairs are computed at once, rather than in blocks."""
+    return s.q[2] == 1 or s.q[2] * s.k[2] <= _FEW_PAIRS
 
 
 def _fused_lacks(spec: AttentionSpec, device: str) -> str:
@@ -209,7 +141,7 @@ def _native_best(s: Signature) -> bool:
     """
     if s.stateful or _kernels_lack(s.spec, s.device) or _native_refuses(s):
         return False
-    if s.q[2] == 1 or (s.few and s.spec.feature_map != "elu1"):
+    if s.q[2] == 1 or (_few(s) and s.spec.feature_map != "elu1"):
         return False
     wide = s.dtype in (torch.float32, torch.float64)
     if not _fused_lacks(s.spec, "cpu") and not (wide and s.q[2] >= _BESIDE_FUSED):
@@ -283,7 +215,7 @@ FORMS: dict[str, Form] = {
     "native": Form(native.native, _native_lacks, _native_refuses, _native_best, maps=True),
     "fused": Form(fused.fused, _fused_lacks, _fused_refuses),
     "triton": Form(triton.triton, _triton_lacks, _triton_refuses, _triton_best, maps=True),
-    "blocked": Form(blocked, best=lambda s: not s.few),
+    "blocked": Form(blocked, best=lambda s: not _few(s)),
     "chunked": Form(chunked, _state_lacks, best=_chunked_best, stateful=True),
     "recurrent": Form(
         chunked, _state_lacks, best=lambda s: s.stateful and s.k[2] == 1, stateful=True
@@ -376,12 +308,12 @@ def planned(call: Call, form: str = "auto", part: bool = False) -> Plan:
     """
     if part and form in FORMS and call.spec.window is not None:
         form = "auto" if FORMS[form].lacks(call.spec, call.q.device.type) else form
-    if unreadable() or not _readable(call):
+    if unreadable() or not readable(call):
         if not part:
             check(call)
         numbers: Numbers = "traced" if torch.compiler.is_compiling() else "no"
-        return _plan(call, _signature(call, form, part, cpp.threads(), numbers))
-    key = _signature(call, form, part, torch.get_num_threads(), "yes")
+        return _plan(call, signature_of(call, form, part, cpp.threads(), numbers))
+    key = signature_of(call, form, part, torch.get_num_threads(), "yes")
     found = _PLANS.get(key)
     if found is None:
         if not part:
@@ -397,83 +329,6 @@ def planned(call: Call, form: str = "auto", part: bool = False) -> Plan:
 def forget() -> None:
     """Make every plan again: needed where the library or the environment has changed."""
     _PLANS.clear()
-
-
-def signature(call: Call, form: str = "auto") -> Signature:
-    """The signature of a call whose numbers can be read."""
-    return _signature(call, form, False, torch.get_num_threads(), "yes")
-
-
-def _readable(call: Call) -> bool:
-    """Whether queries, keys and values have numbers, on this device."""
-    plain = type(call.q) in PLAIN and type(call.k) in PLAIN and type(call.v) in PLAIN
-    return plain and not call.q.is_meta
-
-
-def _signature(call: Call, form: str, part: bool, threads: int, numbers: Numbers) -> Signature:
-    q, k, v, state, decay = call.q, call.k, call.v, call.state, call.log_decay
-    dtype, device = q.dtype, q.device
-    grad = torch.is_grad_enabled()
-    trained = grad and (q.requires_grad or k.requires_grad or v.requires_grad)
-    before = getattr(state, "sums", None)
-    needs = trained or (grad and any(getattr(x, "requires_grad", False) for x in (decay, before)))
-    return Signature(
-        call.spec,
-        form,
-        call.causal,
-        q.shape,
-        k.shape,
-        v.shape,
-        (dtype, device, k.dtype, k.device, v.dtype, v.device),
-        _checked(call.mask),
-        tuple([_checked(getattr(call, name)) for name in _OTHERS]),
-        None if state is None else _checked_state(state),
-        call.return_state,
-        call.padding,
-        part,
-        trained,
-        needs or forward_ad._current_level >= 0,
-        device.type not in _AUTOCAST or torch.is_autocast_enabled(device.type),
-        threads,
-        numbers,
-    )
-
-
-_AUTOCAST = ("cpu", "cuda")  # not every other device can say whether it is on
-_OTHERS = (
-    "log_decay",
-    "coefficients",
-    "input_gate",
-    "output_gate",
-    "length_power",
-    "sink",
-    "outside_scale",
-    "outside_q",
-    "outside_k",
-    "norm_weight",
-    "norm_bias",
-)
-
-
-def _checked(x: object) -> tuple[Any, ...] | None:
-    """What is checked of a tensor; of something else its type."""
-    if isinstance(x, Tensor):
-        return x.shape, x.dtype, x.device
-    return None if x is None else (type(x),)
-
-
-def _checked_state(state: Any) -> tuple[Any, ...]:
-    if not isinstance(state, State):
-        return (type(state),)
-    tensors = state.sums, state.visible, state.magnitudes, state.largest
-    spec = state.spec if isinstance(state.spec, AttentionSpec) else type(state.spec)
-    return spec, *map(_checked, tensors), _checked_keys(state.recent), _checked_keys(state.first)
-
-
-def _checked_keys(kept: object) -> tuple[Any, ...] | None:
-    if isinstance(kept, KeptKeys):
-        return tuple(map(_checked, kept))
-    return None if kept is None else (type(kept),)
 
 
 def _plan(call: Call, s: Signature) -> Plan:

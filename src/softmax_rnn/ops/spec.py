@@ -6,15 +6,16 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import index
-from typing import Any, Generic, Literal, Self, TypeVar, get_args, overload
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 
 from softmax_rnn._utils.errors import require_choice, unknown
+from softmax_rnn.ops.compiler import fact, keep_facts
 
 FeatureMap = Literal["identity", "elu1", "relu", "cosine"]
 Series = Literal["exp", "taylor", "power", "polynomial"]
@@ -49,29 +50,6 @@ _CHOICES = {
 }
 
 
-Value = TypeVar("Value")
-
-
-class fact(Generic[Value]):  # noqa: N801 - a decorator, as property is
-    """A property that is computed once, when its spec is made.
-
-    Every call asks a spec several times. ``functools.cached_property`` would do, but torch.compile
-    cannot trace it. While tracing nothing is kept: a graph must not depend on earlier questions.
-    """
-
-    def __init__(self, function: Callable[[Any], Value]) -> None:
-        self.function, self.__doc__ = function, function.__doc__
-
-    @overload
-    def __get__(self, spec: None, owner: type) -> Self: ...
-
-    @overload
-    def __get__(self, spec: object, owner: type) -> Value: ...
-
-    def __get__(self, spec: object | None, owner: type) -> Self | Value:
-        return self if spec is None else self.function(spec)
-
-
 @dataclass(frozen=True)
 class RowSum:
     """A row-sum denominator ``max(Z + offset, floor)`` of ``Z = sum_s w_ts``.
@@ -84,7 +62,10 @@ class RowSum:
     detached: bool = False
     sink: bool = False
 
-    @property
+    def __post_init__(self) -> None:
+        keep_facts(self)
+
+    @fact
     def plain(self) -> bool:
         """Whether nothing is added to the sum and it has no lower bound."""
         return not (self.offset or self.floor or self.sink)
@@ -187,13 +168,7 @@ class AttentionSpec:
                 )
         if not isinstance(self.input_gate, bool):
             raise ValueError(f"input_gate must be True or False, not {self.input_gate!r}.")
-        self._keep_facts()
-
-    def _keep_facts(self) -> None:
-        if not torch.compiler.is_compiling():
-            for name, value in vars(AttentionSpec).items():
-                if isinstance(value, fact):  # later ones ask earlier ones
-                    self.__dict__[name] = value.function(self)
+        keep_facts(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields alone: a later version may have other facts."""
@@ -202,7 +177,7 @@ class AttentionSpec:
     def __setstate__(self, fields: dict[str, Any]) -> None:
         names = {field.name for field in dataclasses.fields(self)}
         self.__dict__.update({name: x for name, x in fields.items() if name in names})
-        self._keep_facts()
+        keep_facts(self)
 
     def _check_coefficients(self) -> None:
         given: Any = self.coefficients

@@ -16,6 +16,7 @@ from softmax_rnn.ops.forms.chunks.chunked import chunked
 from softmax_rnn.ops.forms.cpu import cpp
 from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.monomials import state_rows
+from softmax_rnn.ops.signature import signature
 
 pytestmark = pytest.mark.skipif(
     bool(cpp.missing()), reason="needs g++ and SOFTMAX_RNN_CPU_KERNEL other than 0"
@@ -75,7 +76,7 @@ def test_both_loops_agree(name: str, dtype: torch.dtype) -> None:
         if pick.random() < 0.5:
             inputs["state"] = normal(batch, heads, channels, state_rows(spec, width))
         options = {"causal": causal, "keep_state": pick.random() < 0.5, "chunk": chunk}
-        of_call = plan.signature(Call(inputs["q"], inputs["k"], inputs["v"], spec, causal))
+        of_call = signature(Call(inputs["q"], inputs["k"], inputs["v"], spec, causal))
         single = of_call.causal and keys == 1
         assert plan.loops(of_call, chunk) == ("torch" if single else "native")
         found = results(inputs, spec, dtype, **options, engine="native")

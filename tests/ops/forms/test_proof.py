@@ -18,6 +18,7 @@ from cases import WIDENED
 from softmax_rnn.ops import plan
 from softmax_rnn.ops.forms.gpu import chunks, pairs, proof
 from softmax_rnn.ops.inputs import Call
+from softmax_rnn.ops.signature import signature
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -176,7 +177,7 @@ def test_auto_takes_the_next_form(why: str, monkeypatch: pytest.MonkeyPatch) -> 
     types = (torch.float32, cuda) * 3
     for name, taken in (("gate", "triton"), ("taylor:2", "chunked")):
         call = Call(x, x, x, sr.variant(name), output_gate=None)
-        found = plan._plan(call, plan.signature(call)._replace(types=types))
+        found = plan._plan(call, signature(call)._replace(types=types))
         if name == "gate":
             assert found.form == ("blocked" if why else taken)
         else:

@@ -23,6 +23,7 @@ from softmax_rnn.ops.forms.pairs.dense import dense
 from softmax_rnn.ops.forms.row_sums import RowSums
 from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.monomials import state_rows
+from softmax_rnn.ops.signature import signature
 from softmax_rnn.ops.spec import AttentionSpec
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -109,7 +110,7 @@ def check(
     if case.mask is not None:
         options["mask"] = case.mask.to(device)
     call = Call(*(there[name].to(dtype) for name in "qkv"), spec)
-    assert not plan.triton_chunks_refuse(plan.signature(call), chunk)
+    assert not plan.triton_chunks_refuse(signature(call), chunk)
     found = rows(there, spec, dtype, chunked, **options, **mine)
     assert_close(found, expected, TOLERANCE[dtype], f"{name} {dtype}")
 
@@ -193,7 +194,7 @@ def test_states_change_their_order_and_back(spec: AttentionSpec) -> None:
 def test_what_stays_with_other_loops(device: str) -> None:
     def suits(spec: AttentionSpec, width: int = 16, values: int = 16, chunk: int = 64) -> bool:
         q, v = (torch.zeros(1, 1, 70, size, device=device) for size in (width, values))
-        return not plan.triton_chunks_refuse(plan.signature(Call(q, q, v, spec)), chunk)
+        return not plan.triton_chunks_refuse(signature(Call(q, q, v, spec)), chunk)
 
     assert suits(TAYLOR)
     assert suits(TAYLOR, 128, 128)

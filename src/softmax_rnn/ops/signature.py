@@ -1,0 +1,159 @@
+"""What the choice of the code that computes a call depends on: everything but its numbers.
+
+Calls with equal signatures are alike: a check that passed for one passes for the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from softmax_rnn.ops.forms.row_sums import PLAIN
+from softmax_rnn.ops.inputs import Call, per_key
+from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.state import KeptKeys, State
+
+Numbers = Literal["yes", "traced", "no"]
+
+
+class Signature(NamedTuple):
+    """What the choice depends on.
+
+    Attributes:
+        form: the form that was asked for, or ``auto``.
+        q: the shape of the queries [B, H, T, D]; likewise ``k`` and ``v``.
+        types: the dtypes and devices of queries, keys and values.
+        others: of each other tensor (``_OTHERS``) what is checked; ``None`` for one not given.
+        state: the same of a given state.
+        return_state: whether a state is returned.
+        padding: whether hidden tokens are padding.
+        part: whether this is a part of another call, whose arguments are checked.
+        trained: whether queries, keys or values need a gradient: then states are kept for it.
+        derivative: whether the result may be differentiated.
+        autocast: whether it is on, or may be.
+        threads: of PyTorch.
+        numbers: whether they can be read: ``yes``; ``traced`` by ``torch.compile``; or ``no``, in
+            transforms of ``torch.func`` and other subclasses of tensors.
+    """
+
+    spec: AttentionSpec
+    form: str
+    causal: bool
+    q: torch.Size
+    k: torch.Size
+    v: torch.Size
+    types: tuple[Any, ...]
+    mask: tuple[Any, ...] | None
+    others: tuple[Any, ...]
+    state: tuple[Any, ...] | None
+    return_state: bool
+    padding: bool
+    part: bool
+    trained: bool
+    derivative: bool
+    autocast: bool
+    threads: int
+    numbers: Numbers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the queries, keys and values."""
+        dtype: torch.dtype = self.types[0]
+        return dtype
+
+    @property
+    def device(self) -> str:
+        """The type of their device."""
+        kind: str = self.types[1].type
+        return kind
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a state is given or returned."""
+        return self.return_state or self.state is not None
+
+    @property
+    def mask_of_keys(self) -> bool:
+        """Whether every query and head sees the same keys."""
+        return self.mask is None or per_key(self.mask[0])
+
+
+def signature(call: Call, form: str = "auto") -> Signature:
+    """The signature of a call whose numbers can be read."""
+    return signature_of(call, form, False, torch.get_num_threads(), "yes")
+
+
+def readable(call: Call) -> bool:
+    """Whether queries, keys and values have numbers, on this device."""
+    plain = type(call.q) in PLAIN and type(call.k) in PLAIN and type(call.v) in PLAIN
+    return plain and not call.q.is_meta
+
+
+def signature_of(call: Call, form: str, part: bool, threads: int, numbers: Numbers) -> Signature:
+    """The signature of a call; ``part`` and the others are as in :class:`Signature`."""
+    q, k, v, state, decay = call.q, call.k, call.v, call.state, call.log_decay
+    dtype, device = q.dtype, q.device
+    grad = torch.is_grad_enabled()
+    trained = grad and (q.requires_grad or k.requires_grad or v.requires_grad)
+    before = getattr(state, "sums", None)
+    needs = trained or (grad and any(getattr(x, "requires_grad", False) for x in (decay, before)))
+    return Signature(
+        call.spec,
+        form,
+        call.causal,
+        q.shape,
+        k.shape,
+        v.shape,
+        (dtype, device, k.dtype, k.device, v.dtype, v.device),
+        _checked(call.mask),
+        tuple([_checked(getattr(call, name)) for name in _OTHERS]),
+        None if state is None else _checked_state(state),
+        call.return_state,
+        call.padding,
+        part,
+        trained,
+        needs or forward_ad._current_level >= 0,
+        device.type not in _AUTOCAST or torch.is_autocast_enabled(device.type),
+        threads,
+        numbers,
+    )
+
+
+_AUTOCAST = ("cpu", "cuda")  # not every other device can say whether it is on
+_OTHERS = (
+    "log_decay",
+    "coefficients",
+    "input_gate",
+    "output_gate",
+    "length_power",
+    "sink",
+    "outside_scale",
+    "outside_q",
+    "outside_k",
+    "norm_weight",
+    "norm_bias",
+)
+
+
+def _checked(x: object) -> tuple[Any, ...] | None:
+    """What is checked of a tensor; of something else its type."""
+    if isinstance(x, Tensor):
+        return x.shape, x.dtype, x.device
+    return None if x is None else (type(x),)
+
+
+def _checked_state(state: Any) -> tuple[Any, ...]:
+    if not isinstance(state, State):
+        return (type(state),)
+    tensors = state.sums, state.visible, state.magnitudes, state.largest
+    spec = state.spec if isinstance(state.spec, AttentionSpec) else type(state.spec)
+    return spec, *map(_checked, tensors), _checked_keys(state.recent), _checked_keys(state.first)
+
+
+def _checked_keys(kept: object) -> tuple[Any, ...] | None:
+    if isinstance(kept, KeptKeys):
+        return tuple(map(_checked, kept))
+    return None if kept is None else (type(kept),)
