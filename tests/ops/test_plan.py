@@ -138,6 +138,13 @@ def test_memory_is_asked_for_whatever_was_trained_before(monkeypatch: pytest.Mon
     assert len(asked) == 2
 
 
+def test_extra_tensors_are_real() -> None:
+    x = torch.randn(1, 2, 5, 4)
+    spec = sr.AttentionSpec(denominator="sum_plus_sink")
+    with pytest.raises(ValueError, match="sink must be of real numbers, not of torch.complex64"):
+        sr.attention(x, x, x, spec, sink=torch.zeros(2, dtype=torch.complex64))
+
+
 def test_words_for_a_direction_and_a_form() -> None:
     x = torch.randn(1, 1, 5, 4)
     for causal in (np.True_, 1, np.False_, 0):

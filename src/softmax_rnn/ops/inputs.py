@@ -197,6 +197,8 @@ def check_extra(
         raise ValueError(f"{name} was given, but this spec does not use one.")
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, not {type(value).__name__}.")
+    if value.is_complex():
+        raise ValueError(f"{name} must be of real numbers, not of {value.dtype}.")
     if tuple(value.shape) != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, not {list(value.shape)}.")
     if value.device != q.device:

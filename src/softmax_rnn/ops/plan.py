@@ -346,6 +346,8 @@ def _plan(call: Call, s: Signature) -> Plan:
         options = {"chunk": chunk, "engine": loops(s, chunk)}
     if s.spec.has_state and s.numbers == "yes":  # other plans are not kept
         lasting = is_small(s.spec, call.q, call.k, call.v)
+    if s.device == "cuda" and s.numbers == "yes":  # no kernel proves itself meanwhile
+        lasting = lasting and not torch.cuda.is_current_stream_capturing()
     later = s.spec.order is None and s.q[2] == 1 and s.numbers == "yes" and not s.derivative
     path = _path(s, name)
     return Plan(path, name, form.compute, options, form.maps, form.stateful, later, lasting)

@@ -167,17 +167,22 @@ def test_every_source_and_version_is_tried_anew(
         assert len([*cache.rglob("*.json")]) == (1, 2, 2, 3)[number - 1]
 
 
+@pytest.mark.parametrize("capturing", [False, True])
 @pytest.mark.parametrize("why", ["", "it is wrong"])
-def test_auto_takes_the_next_form(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_the_next_form(
+    why: str, capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU, of which the numbers are never read here."""
     monkeypatch.setattr(proof, "failure", lambda *_: why)
     monkeypatch.setattr(plan, "_has_tensor_cores", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     x = torch.zeros(1, 2, 2048, 16)
     cuda = torch.device("cuda")
     types = (torch.float32, cuda) * 3
     for name, taken in (("gate", "triton"), ("taylor:2", "chunked")):
         call = Call(x, x, x, sr.variant(name), output_gate=None)
         found = plan._plan(call, signature(call)._replace(types=types))
+        assert found.lasting is not capturing  # while a graph is captured, none is tried
         if name == "gate":
             assert found.form == ("blocked" if why else taken)
         else:
