@@ -42,7 +42,7 @@ bench: $(VENV)/.dev  ## speed and memory on the CPU, and docs/performance.md (ab
 	$(BIN)/python -m benchmarks.prepare
 	$(BIN)/python docs/performance.py
 
-bench-gpu: $(VENV)/.dev  ## the same on a GPU; benchmarks.gpu_session does the most important in 9 minutes
+bench-gpu: $(VENV)/.dev  ## the same on a GPU; benchmarks.gpu_session: the most important
 	$(BIN)/python -m benchmarks.op --device cuda
 	$(BIN)/python -m benchmarks.recurrence --device cuda
 	$(BIN)/python -m benchmarks.step --device cuda

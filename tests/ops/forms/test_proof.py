@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -213,11 +214,12 @@ def test_the_session_on_a_gpu_notes_every_step(
         "PROVED": ("taylor:2",),
     }.items():
         monkeypatch.setattr(session, name, value)
-    rows = session.proofs(torch.device(device))
+    assert not session.proofs(torch.device(device), -math.inf)  # no time is left
+    rows = session.proofs(torch.device(device), math.inf)
     assert [(row["kind"], row["failure"]) for row in rows] == [("pairs", ""), ("chunks", "")]
     steps = {"good": (["this"], 1.0), "long": (["antigravity"], 1.0)}
     monkeypatch.setattr(session, "STEPS", steps)
-    monkeypatch.setattr(session, "proofs", lambda _: rows)
+    monkeypatch.setattr(session, "proofs", lambda *_: rows)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(session, "step", lambda words, _: {"code": int(words != ["this"])})
     out = tmp_path / "session.json"
