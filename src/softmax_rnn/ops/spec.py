@@ -291,13 +291,6 @@ class AttentionSpec:
         return self.series == "polynomial" and self.coefficients is None
 
     @fact
-    def needs_tensors(self) -> bool:
-        """Whether the operation needs more than queries, keys, values and a decay."""
-        gated = self.input_gate or self.output_gate != "none"
-        learned = self.denominator in ("learned_length", "sum_plus_sink")
-        return gated or learned or self.learned_coefficients
-
-    @fact
     def sign_definite(self) -> bool:
         """Whether every weight is >= 0, so that the row sum cannot cross zero."""
         if self.series == "polynomial":
