@@ -129,7 +129,7 @@ def form_of(one: Contestant, data: Sequence[Tensor]) -> str | None:
     if one.form != "auto":
         return one.form
     q, k, v = data[:3]
-    return planned(Call(q, k, v, sr.variant(one.variant)), part=True).form
+    return planned(Call(q, k, v, sr.variant(one.variant)), part=True).name
 
 
 def cell(

@@ -15,7 +15,7 @@ from softmax_rnn.ops.fitting import fit_series
 from softmax_rnn.ops.layer.attention import Attention
 from softmax_rnn.ops.monomials import state_size
 from softmax_rnn.ops.options import LayerOptions
-from softmax_rnn.ops.plan import forms
+from softmax_rnn.ops.plan import explain, forms
 from softmax_rnn.ops.series import order_for, remainder_bound
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State
@@ -47,6 +47,7 @@ __all__ = [
     "context_parallel_attention",
     "convert",
     "crossover",
+    "explain",
     "fit_series",
     "forms",
     "from_llama",

@@ -112,6 +112,53 @@ def test_every_plan_says_what_it_takes(name: str) -> None:
                 plan._plan(call, signature(call, form))
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": True}, {"state": True}, {"form": "dense"}], ids=str
+)
+def test_a_call_is_explained_as_it_is_computed(name: str, options: dict[str, Any]) -> None:
+    spec = sr.variant(name)
+    full = torch.ones(1, 1, 40, 40, dtype=torch.bool)
+    for length in (2, 40):
+        case = make_case(spec, shape=Shape(1, 2, 1, length, length, 4, 4))
+        given = {**case.tensors, "spec": spec, **options}
+        if "mask" in options:
+            given["mask"] = full[..., :length, :length]
+        if "state" in options:
+            if not spec.has_state:
+                continue
+            given |= {"state": None, "return_state": True}
+        words = sr.explain(**given)
+        assert words.keys() == plan.FORMS.keys()
+        if spec.outside == "series":
+            continue
+        (taken,) = [form for form, why in words.items() if why == "computes it"]
+        sr.attention(**given)
+        given.pop("form", None)
+        for form, why in words.items():
+            if why.startswith("cannot compute") and not plan.FORMS[form].stateful:
+                with pytest.raises(ValueError, match=re.escape(why)):
+                    sr.attention(**given, form=form)
+            elif not why.startswith("cannot compute"):
+                sr.attention(**given, form=form)
+        assert options.get("form", taken) == taken
+        asked = planned_form(given)
+        assert asked == taken or "form" in options
+
+
+def planned_form(given: dict[str, Any]) -> str:
+    """The form that ``auto`` takes for a call."""
+    return plan.planned(Call(**given)).name
+
+
+def test_a_call_that_is_wrong_is_not_explained() -> None:
+    x = torch.randn(1, 1, 5, 4)
+    with pytest.raises(ValueError, match="width"):
+        sr.explain(x, x[..., :3], x)
+    with pytest.raises(ValueError, match="Did you mean 'chunked'"):
+        sr.explain(x, x, x, "taylor:2", form="chunkd")
+
+
 def test_hidden_keys_of_one_query_without_numbers() -> None:
     q, k = torch.zeros(1, 1, 1, 4, device="meta"), torch.zeros(1, 1, 5, 4, device="meta")
     mask = torch.ones(1, 1, 1, 5, dtype=torch.bool, device="meta")

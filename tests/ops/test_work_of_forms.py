@@ -73,7 +73,7 @@ def test_auto_follows_the_rule_and_the_mask(monkeypatch: pytest.MonkeyPatch) -> 
 
     def chosen(length: int, mask: torch.Tensor | None = None, name: str = "taylor:2") -> str:
         x = torch.zeros(1, 2, length, 16)
-        return planned(Call(x, x, x, resolve(name), mask=mask)).form
+        return planned(Call(x, x, x, resolve(name), mask=mask)).name
 
     crossover = sr.crossover("taylor:2", 16, 16)
     assert chosen(crossover - 1) == "blocked"

@@ -184,7 +184,7 @@ def attention(
         check_not_growing(log_decay)
     if plan.path in _SHORT:
         found = _SHORT[plan.path](call)
-        if found is not None:
+        if found is not None:  # else the general way tells what is wrong with its numbers
             return found
     return _in_steps(call, plan)
 
@@ -211,7 +211,7 @@ def _in_steps(call: Call, plan: Plan) -> Tensor | tuple[Tensor, State]:
             call.log_decay = per_key_decay(call.log_decay, call.k, call.mask)
         kept: tuple[KeptKeys | None, KeptKeys | None] = (None, None)
         if plan.path == "parts":
-            compute = functools.partial(_sums_of_part, plan.form)
+            compute = functools.partial(_sums_of_part, plan.name)
             sums, kept = window_and_series(compute, call, packed is not None)
         else:
             sums = _sums(call, plan)
@@ -295,24 +295,24 @@ def _sums(call: Call, plan: Plan) -> RowSums:
         k, v = without_hidden(mask, k, v)
     q, inputs = call.q, (call.q, k, v)
     log_scale = None
-    if spec.scale_free and not (plan.maps and q.dtype == torch.float16):
+    if spec.scale_free and not (plan.form.maps and q.dtype == torch.float16):
         given = spec, call.causal, mask, call.log_decay, call.stateful
         q, log_scale = scaled_for_powers(q, k, *given)
-    if not plan.maps and spec.feature_map != "identity":
+    if not plan.form.maps and spec.feature_map != "identity":
         q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
     options: dict[str, Any] = {"causal": call.causal, "mask": mask, **plan.options}
     if call.log_decay is not None:
         options["log_decay"] = call.log_decay
     if call.coefficients is not None:
         options["coefficients"] = call.coefficients
-    if plan.stateful:
+    if plan.form.stateful:
         options["keep_state"] = call.return_state
         if call.state is not None:
             options |= {"state": call.state.sums, "magnitudes": call.state.magnitudes}
             options["tokens"] = call.state.tokens
-    sums = plan.compute(q, k, v, spec, **options)
+    sums = plan.form.compute(q, k, v, spec, **options)
     if later and mask is not None and not all_finite(sums.numerator):
-        sums = plan.compute(q, *without_hidden(mask, k, v), spec, **options)
+        sums = plan.form.compute(q, *without_hidden(mask, k, v), spec, **options)
     if spec.order is not None:
         check_sums(sums, spec, call.state, inputs, k, call.log_decay)
     return sums if log_scale is None else sums._replace(log_scale=log_scale)

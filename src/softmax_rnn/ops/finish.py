@@ -1,4 +1,4 @@
-"""From sums to outputs: the denominator, kept away from zero, the gate and the norm."""
+"""From sums to outputs: the denominator (kept away from zero), the gate and the norm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_SINK = {torch.float32: 87.0, torch.float64: 708.0}
 
 
 def outputs(sums: RowSums, call: Call) -> tuple[Tensor, Tensor | None]:
-    """The outputs [B, H, T, E] in the dtype of sums; the largest values [B, Hkv], if needed."""
+    """The outputs [B, H, T, E] in the dtype of sums; the largest |v| [B, Hkv], if needed."""
     spec, rule = call.spec, call.spec.row_sum
     dtype, log_scale, largest = compute_dtype(call.q.dtype), sums.log_scale, None
     out = sums.numerator.to(dtype)
@@ -71,10 +71,10 @@ def guarded(sums: RowSums, spec: AttentionSpec) -> bool:
 def row_sum(
     sums: RowSums, spec: AttentionSpec, largest: Tensor | None, sink: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The denominator ``D`` [B, H, T], and ``r <= 0`` or ``None`` for 0; ``sink`` is [H].
+    """The denominator ``D`` [B, H, T], and ``remaining <= 0`` or ``None`` for 0; ``sink`` is [H].
 
     ``largest`` [B, Hkv] are the largest absolute values, if the row sum is :func:`guarded`. The
-    quotient is ``numerator / D * exp(r)``. Only specs with a norm have an ``r``. A row sum below
+    quotient is ``numerator / D * exp(remaining)``; without a norm nothing remains. A row sum below
     its rounding error is set to that error: it is noise, and so is its numerator.
     """
     rule, scale = spec.row_sum, sums.log_scale

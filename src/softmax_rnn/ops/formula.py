@@ -147,9 +147,11 @@ def weight(spec: AttentionSpec, x: Tensor, coefficients: Tensor | None = None) -
     assert spec.order is not None
     if spec.series == "power":
         return x**spec.order
-    factors: Any = [1 / math.factorial(n) for n in range(spec.order + 1)]
     if spec.series == "polynomial":
-        factors = spec.coefficients if coefficients is None else coefficients
+        factors: Any = spec.coefficients if coefficients is None else coefficients
+    else:
+        assert spec.series == "taylor"
+        factors = [1 / math.factorial(n) for n in range(spec.order + 1)]
     return sum((a * x**n for n, a in enumerate(factors)), torch.zeros_like(x))
 
 

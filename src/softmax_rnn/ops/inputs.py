@@ -162,7 +162,8 @@ def check_extras(call: Call) -> None:
     gate: Any = call.output_gate
     gate_shape = batch, heads, queries
     per_channel = isinstance(gate, Tensor) and gate.ndim == 4
-    used: dict[str, tuple[bool, tuple[int, ...], bool]] = {  # and its shape; whether required
+    # Name: whether the spec uses it, its shape, whether it is required.
+    used: dict[str, tuple[bool, tuple[int, ...], bool]] = {
         "input_gate": (spec.input_gate, (batch, kv_heads, keys), True),
         "output_gate": (
             spec.output_gate != "none",

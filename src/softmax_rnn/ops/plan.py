@@ -1,10 +1,10 @@
-"""Which code computes a call: the only place that decides.
+"""Which code computes a call is decided here (docs/design.md names two exceptions).
 
 A call has a :class:`Signature`: its spec and sizes, its types and device, what is given, whether a
 derivative is needed; but none of its numbers. :data:`FORMS` is the table of what there is: what
-each form lacks, in words, and which calls it is best for. :func:`planned` checks a call and
-chooses. The plan of a signature is kept, so that a call like an earlier one is neither checked nor
-planned again.
+each form cannot compute, and which calls `auto` leaves to another one, in words. :func:`planned`
+checks a call and chooses. The plan of a signature is kept, so that a call like an earlier one is
+neither checked nor planned again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
+from torch import Tensor
 
 from softmax_rnn._utils.errors import unknown
 from softmax_rnn.ops.forms.chunks.chunked import chunked
@@ -34,7 +35,7 @@ from softmax_rnn.ops.forms.pairs.blocked import blocked
 from softmax_rnn.ops.forms.pairs.dense import dense
 from softmax_rnn.ops.forms.row_sums import RowSums
 from softmax_rnn.ops.inputs import Call, check, check_per_key
-from softmax_rnn.ops.signature import Numbers, Signature, readable, signature_of
+from softmax_rnn.ops.signature import Numbers, Signature, readable, signature, signature_of
 from softmax_rnn.ops.spec import AttentionSpec, RowSum
 from softmax_rnn.ops.state import (
     has_memory,
@@ -62,8 +63,8 @@ class Form(NamedTuple):
         compute: the function, called as ``dense``, and with a state as ``chunked``.
         lacks: what of a spec it cannot compute on a type of device, in words; empty for nothing.
         refuses: what of a call with such a spec it cannot compute, likewise.
-        best: whether ``auto`` takes it for a call that it can compute, if none in :data:`_ORDER`
-            before it is taken.
+        leaves: which calls, of which this is one, ``auto`` leaves to a later form, likewise; empty
+            if it takes it.
         stateful: whether it takes and returns states. Then its mask must be per key.
         maps: whether it applies the feature map to queries and keys itself.
     """
@@ -71,18 +72,21 @@ class Form(NamedTuple):
     compute: Callable[..., RowSums]
     lacks: Callable[[AttentionSpec, str], str] = lambda *_: ""
     refuses: Callable[[Signature], str] = lambda _: ""
-    best: Callable[[Signature], bool] = lambda _: True
+    leaves: Callable[[Signature], str] = lambda _: ""
     stateful: bool = False
     maps: bool = False
 
 
-def _few(s: Signature) -> bool:
-    """Whether all pairs are computed at once, rather than in blocks."""
-    return s.q[2] == 1 or s.q[2] * s.k[2] <= _FEW_PAIRS
+def _few(s: Signature) -> str:
+    """Why all pairs are computed at once, rather than in blocks."""
+    if s.queries == 1:
+        return "a single query: PyTorch's operations are as fast"
+    few = s.queries * s.keys <= _FEW_PAIRS
+    return "so few pairs: PyTorch's operations compute them at once" if few else ""
 
 
 def _fused_lacks(spec: AttentionSpec, device: str) -> str:
-    """A fused kernel computes every pair of exp; ``blocked`` skips hidden and faded keys."""
+    """What PyTorch's fused kernels cannot compute: they compute every pair, of exp alone."""
     if spec.series != "exp":
         return f"the series {spec.series!r}"
     for name in ("clamp", "window"):
@@ -98,7 +102,7 @@ def _fused_lacks(spec: AttentionSpec, device: str) -> str:
 def _fused_refuses(s: Signature) -> str:
     if s.device != "cuda" or s.spec.up_to_row_scale:  # SDPA chooses a kernel itself
         return ""
-    width = max(s.q[3], s.v[3])
+    width = max(s.width, s.v[3])
     if s.dtype not in (torch.bfloat16, torch.float16):
         return f"{s.dtype} inputs"
     if s.mask is not None:
@@ -130,34 +134,32 @@ def _native_lacks(spec: AttentionSpec, device: str) -> str:
     return _kernels_lack(spec, device) or (missing and f"anything ({missing})")
 
 
-def _native_refuses(s: Signature) -> str:
+def _mask_per_query(s: Signature) -> str:
     return "" if s.mask_of_keys else "a mask per query or head"
 
 
-def _native_best(s: Signature) -> bool:
-    """Half types have faster kernels in ``fused``; PyTorch maps elu + 1 in several passes.
-
-    The library is built for the first such call, with a warning if that fails.
-    """
-    if s.stateful or _kernels_lack(s.spec, s.device) or _native_refuses(s):
-        return False
-    if s.q[2] == 1 or (_few(s) and s.spec.feature_map != "elu1"):
-        return False
+def _native_leaves(s: Signature) -> str:
+    """The library is built for the first call that is not left, with a warning if that fails."""
+    if s.stateful or _kernels_lack(s.spec, s.device) or _mask_per_query(s):
+        return "what it cannot compute"
+    # PyTorch maps elu + 1 in several passes.
+    if (few := _few(s)) and (s.queries == 1 or s.spec.feature_map != "elu1"):
+        return few
     wide = s.dtype in (torch.float32, torch.float64)
-    if not _fused_lacks(s.spec, "cpu") and not (wide and s.q[2] >= _BESIDE_FUSED):
-        return False
-    return not cpp.missing(build=True)
+    if not _fused_lacks(s.spec, "cpu") and not (wide and s.queries >= _BESIDE_FUSED):
+        return f"half types, and fewer than {_BESIDE_FUSED} queries: fused is faster"
+    return cpp.missing(build=True)
 
 
 def _triton_lacks(spec: AttentionSpec, device: str) -> str:
-    """A decay per channel is part of the scores' products."""
+    """What the Triton kernels of pairs cannot compute."""
     if device not in ("cpu", "cuda"):
         return "anything"
     if device == "cpu" and not _interpreted():
-        return "anything but in Triton's interpreter, for tests,"
+        return "anything outside Triton's interpreter"
     if not triton.INSTALLED:
         return "anything without Triton"
-    if spec.decay == "channel":
+    if spec.decay == "channel":  # it is part of the scores' products
         return "a decay per channel"
     if spec.outside != "hidden":
         return f"outside={spec.outside!r}"
@@ -165,7 +167,7 @@ def _triton_lacks(spec: AttentionSpec, device: str) -> str:
 
 
 def _triton_refuses(s: Signature) -> str:
-    width = max(s.q[3], s.v[3])
+    width = max(s.width, s.v[3])
     if width > triton.MAX_WIDTH:
         return f"heads of width {width}"
     float64_cosine = s.dtype == torch.float64 and s.spec.feature_map == "cosine"
@@ -176,15 +178,15 @@ def _triton_refuses(s: Signature) -> str:
     return ""
 
 
-def _triton_best(s: Signature) -> bool:
-    """A kernel is believed once it has proved itself; on a CPU it is for tests alone."""
-    if s.device == "cpu" or s.stateful or _triton_lacks(s.spec, s.device) or _triton_refuses(s):
-        return False
-    return not _unproven(s, "pairs")
+def _triton_leaves(s: Signature) -> str:
+    """A kernel is believed once it has proved itself."""
+    if s.device == "cpu":
+        return "anything on a CPU: there it is for tests"
+    return reason(FORMS["triton"], s) or _unproven(s, "pairs")
 
 
 def _unproven(s: Signature, kind: proof.Kind) -> str:
-    of_sizes = s.q[3], s.v[3], s.types[1]
+    of_sizes = s.width, s.v[3], s.types[1]
     return "" if s.numbers == "no" else proof.failure(kind, s.spec, s.dtype, *of_sizes)
 
 
@@ -204,26 +206,28 @@ def _state_lacks(spec: AttentionSpec, device: str) -> str:
     return "" if spec.has_state else "a window that hides keys"
 
 
-def _chunked_best(s: Signature) -> bool:
+def _chunked_leaves(s: Signature) -> str:
     if s.stateful:
-        return s.k[2] != 1
-    return s.q[2] > 1 and s.spec.has_state and chunks_pay(_sizes(s))
+        return "a single token" if s.keys == 1 else ""
+    pays = s.queries > 1 and s.spec.has_state and chunks_pay(_sizes(s))
+    return "" if pays else "so few tokens: pairs take less time than states of this size"
 
 
-# What sr.forms lists. The plain recurrence reads a state with one query, then adds its key.
+def _recurrent_leaves(s: Signature) -> str:
+    return "" if s.stateful and s.keys == 1 else "all but a single token with a state"
+
+
+# In the order in which `auto` tries them: linear time where it pays, then kernels for all pairs.
+# The plain recurrence reads a state with one query, then adds its key.
 FORMS: dict[str, Form] = {
-    "native": Form(native.native, _native_lacks, _native_refuses, _native_best, maps=True),
+    "chunked": Form(chunked, _state_lacks, _mask_per_query, _chunked_leaves, stateful=True),
+    "recurrent": Form(chunked, _state_lacks, _mask_per_query, _recurrent_leaves, stateful=True),
+    "native": Form(native.native, _native_lacks, _mask_per_query, _native_leaves, maps=True),
     "fused": Form(fused.fused, _fused_lacks, _fused_refuses),
-    "triton": Form(triton.triton, _triton_lacks, _triton_refuses, _triton_best, maps=True),
-    "blocked": Form(blocked, best=lambda s: not _few(s)),
-    "chunked": Form(chunked, _state_lacks, best=_chunked_best, stateful=True),
-    "recurrent": Form(
-        chunked, _state_lacks, best=lambda s: s.stateful and s.k[2] == 1, stateful=True
-    ),
+    "triton": Form(triton.triton, _triton_lacks, _triton_refuses, _triton_leaves, maps=True),
+    "blocked": Form(blocked, leaves=_few),
     "dense": Form(dense),
 }
-# What auto tries: linear time where it pays, then kernels for all pairs.
-_ORDER = ("chunked", "recurrent", "native", "fused", "triton", "blocked", "dense")
 
 # What `attention` does first: `kernel` is softmax in one call of PyTorch, `token` a token after a
 # state in one call of C++, `operator` the same in a compiled graph; `parts` a window and a series.
@@ -234,7 +238,10 @@ class Plan(NamedTuple):
     """How a call is computed.
 
     Attributes:
-        form: the name of a form; with ``parts`` each part has a plan of its own.
+        path: what ``attention`` does first.
+        name: of the form that was chosen; with ``parts`` the one that was asked for, as each part
+            has a plan of its own.
+        form: that form.
         options: what only this form takes.
         copies_later: whether keys that a mask hides are replaced only if the sums are not finite:
             beside a single query, the copy of all keys takes most of the time.
@@ -243,11 +250,9 @@ class Plan(NamedTuple):
     """
 
     path: Path
-    form: str
-    compute: Callable[..., RowSums]
+    name: str
+    form: Form
     options: dict[str, Any]
-    maps: bool
-    stateful: bool
     copies_later: bool = False
     lasting: bool = True
 
@@ -287,6 +292,50 @@ def forms(
         spec = replace(spec, window=None, global_keys=0, outside="hidden")
     found = {name: form.lacks(spec, kind) for name, form in FORMS.items()}
     return found if explain else tuple(name for name, lack in found.items() if not lack)
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec | str = "softmax", **options: Any
+) -> dict[str, str]:
+    """Why a call of :func:`attention` takes the form that it takes; nothing is computed.
+
+    Args:
+        q: as in the call, like the others.
+        k: likewise.
+        v: likewise.
+        spec: likewise.
+        **options: all other arguments, as in the call.
+
+    Returns:
+        For each form, in the order in which ``form="auto"`` tries them: ``computes it``, or why it
+        does not.
+
+    Raises:
+        ValueError, MemoryError, NotImplementedError: as :func:`attention`.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 128, 32).unbind(0)
+        >>> explain(q, k, v, "taylor:2")["fused"]
+        "cannot compute the series 'taylor'"
+    """
+    form = options.pop("form", "auto")
+    call = Call(q, k, v, resolve(spec), **options)
+    plan = planned(call, form)
+    if plan.path == "parts":
+        return dict.fromkeys(FORMS, "the window and the series outside it are two calls")
+    s, words = signature(call, form), {}
+    for name, row in FORMS.items():
+        if why := reason(row, s):
+            words[name] = f"cannot compute {why}"
+        elif name == plan.name:
+            words[name] = "computes it"
+        elif form != "auto":
+            words[name] = f"form={form!r} was asked for"
+        elif plan.name in words:
+            words[name] = f"comes after {plan.name}"
+        else:
+            words[name] = f"leaves {row.leaves(s) or 'what does not fit the free memory'}"
+    return words
 
 
 _PLANS: dict[Signature, Plan] = {}
@@ -335,22 +384,22 @@ def _plan(call: Call, s: Signature) -> Plan:
     if s.form != "auto" and s.form not in FORMS:
         raise unknown("form", s.form, ["auto", *FORMS])
     if s.spec.outside == "series":
-        return Plan("parts", s.form, dense, {}, maps=False, stateful=False)
+        return Plan("parts", s.form, FORMS["dense"], {})
     name = _chosen(call, s)
     form, lasting = FORMS[name], True
     options: dict[str, Any] = {}
     if form.stateful:
         require_memory(s.spec, call.q, call.k, call.v)
-        one = name == "recurrent" or s.q[2] == s.k[2] == 1
+        one = name == "recurrent" or s.queries == s.keys == 1
         chunk = 1 if one else chunk_length(_sizes(s))
         options = {"chunk": chunk, "engine": loops(s, chunk)}
     if s.spec.has_state and s.numbers == "yes":  # other plans are not kept
         lasting = is_small(s.spec, call.q, call.k, call.v)
     if s.device == "cuda" and s.numbers == "yes":  # no kernel proves itself meanwhile
         lasting = lasting and not torch.cuda.is_current_stream_capturing()
-    later = s.spec.order is None and s.q[2] == 1 and s.numbers == "yes" and not s.derivative
-    path = _path(s, name)
-    return Plan(path, name, form.compute, options, form.maps, form.stateful, later, lasting)
+    # Sums of a finite series are checked, which needs keys without what is hidden.
+    later = s.spec.order is None and s.queries == 1 and s.numbers == "yes" and not s.derivative
+    return Plan(_path(s, name), name, form, options, later, lasting)
 
 
 def _chosen(call: Call, s: Signature) -> str:
@@ -366,13 +415,13 @@ def _chosen(call: Call, s: Signature) -> str:
             _require_constants(call, s)
     reasons = {name: reason(form, s) for name, form in FORMS.items()}
     if s.form == "auto":
-        best = [name for name in _ORDER if FORMS[name].best(s) and not reasons[name]]
-        if best[0] == "chunked" and not s.stateful:
-            best = best[0 if has_memory(s.spec, call.q, call.k, call.v) else 1 :]
-        found = best[0]
+        takes = (name for name, why in reasons.items() if not (FORMS[name].leaves(s) or why))
+        found = next(takes)
+        if found == "chunked" and not (s.stateful or has_memory(s.spec, call.q, call.k, call.v)):
+            found = next(takes)
         if reasons["fused"] and not FORMS["fused"].lacks(s.spec, s.device) and not s.stateful:
             _warn_once(
-                f"form='fused' cannot compute {reasons['fused']}: {found!r} is used instead."
+                f"PyTorch's fused kernels cannot compute {reasons['fused']}: {found!r} is used."
             )
     elif reasons[s.form]:
         able = ", ".join(name for name, why in reasons.items() if not why)
@@ -382,16 +431,15 @@ def _chosen(call: Call, s: Signature) -> str:
         )
     else:
         found = s.form
-    empty = not (s.q[0] and s.q[2] and s.k[2])
+    empty = not (s.q[0] and s.queries and s.keys)
     return "dense" if empty and not s.stateful else found  # fused kernels divide by these sizes
 
 
 def reason(form: Form, s: Signature) -> str:
     """What a form cannot compute of a call, in words; empty if it can compute it."""
-    lack = form.lacks(s.spec, s.device)
-    if form.stateful:
-        return lack or ("" if s.mask_of_keys else "a mask per query or head")
-    return lack or ("anything with a state" if s.stateful else form.refuses(s))
+    if s.stateful and not form.stateful:
+        return form.lacks(s.spec, s.device) or "anything with a state"
+    return form.lacks(s.spec, s.device) or form.refuses(s)
 
 
 def _require_constants(call: Call, s: Signature) -> None:
@@ -407,12 +455,12 @@ def _require_constants(call: Call, s: Signature) -> None:
 
 
 def _sizes(s: Signature) -> Sizes:
-    return Sizes(s.spec, s.q[2], s.k[2], s.k[3], s.v[3], s.causal, s.q[1] // s.k[1])
+    return Sizes(s.spec, s.queries, s.keys, s.width, s.v[3], s.causal, s.q[1] // s.k[1])
 
 
 def loops(s: Signature, chunk: int) -> Loops:
     """Which loops compute the chunks of a call."""
-    if s.causal and s.q[2] == s.k[2] == 1:
+    if s.causal and s.queries == s.keys == 1:
         return "torch"
     if s.device == "cuda":
         refused = triton_chunks_refuse(s, chunk) or _unproven(s, "chunks")
@@ -421,9 +469,9 @@ def loops(s: Signature, chunk: int) -> Loops:
         s.device == "cpu"
         and s.spec.decay != "channel"
         and not s.spec.learned_coefficients
-        and min(s.q[0], s.q[2], s.q[3]) > 0
+        and min(s.q[0], s.queries, s.width) > 0
         and chunk >= _SHORTEST_IN_CPP
-        and max(s.q[2], s.k[2]) >= cpp.LEAST_TOKENS
+        and max(s.queries, s.keys) >= cpp.LEAST_TOKENS
         and s.k[0] * s.k[1] >= _LEAST_HEADS * s.threads
         and not cpp.missing(build=True)
     )
@@ -439,10 +487,10 @@ def triton_chunks_refuse(s: Signature, chunk: int) -> str:
         return f"order {s.spec.order}"
     if s.spec.decay == "channel" or s.spec.learned_coefficients:
         return "a decay per channel, or learned coefficients"
-    width, values = s.k[3], s.v[3]
+    width, values = s.width, s.v[3]
     if max(width, values) > triton_chunks.MAX_WIDTH or (width | values) % triton_chunks.WIDTHS:
         return f"heads of width {width} and {values}"
-    if not min(*s.q[:3], s.k[2]):
+    if not min(*s.q[:3], s.keys):
         return "nothing"
     if chunk % triton_chunks.TOKENS:
         return f"chunks of {chunk} tokens"
@@ -454,23 +502,23 @@ def triton_chunks_refuse(s: Signature, chunk: int) -> str:
 
 
 def _path(s: Signature, form: str) -> Path:
-    """The calls of one operation: calling several takes longer than they compute.
+    """What a call begins with: a single operation where one computes it, without derivatives.
 
-    Neither has derivatives, and both read numbers.
+    Of few tokens, calling several takes longer than the work.
     """
     if s.part or s.derivative or s.autocast or s.numbers == "no" or s.mask is not None:
         return "sums"
-    one, all_sizes = s.q[2] == 1, (*s.q, *s.k, *s.v)
+    one, all_sizes = s.queries == 1, (*s.q, *s.k, *s.v)
     if form == "fused" and s.spec.is_softmax and s.numbers == "yes" and not any(s.others):
-        square = one or not s.causal or s.q[2] == s.k[2]
-        return "kernel" if square and s.k[3] == s.v[3] and all(all_sizes) else "sums"
+        square = one or not s.causal or s.queries == s.keys
+        return "kernel" if square and s.width == s.v[3] and all(all_sizes) else "sums"
     token = (
         s.form == "auto"
         and s.device == "cpu"
         and s.state is not None
         and s.return_state
         and one
-        and s.k[2] == 1
+        and s.keys == 1
         and all(all_sizes)
         and _computes_token(s.spec, s.dtype)
         and not cpp.missing(build=s.numbers == "yes")

@@ -48,6 +48,7 @@ class PowerSeries(NamedTuple):
         assert spec.order is not None
         if spec.series == "power":
             return cls((0.0,) * spec.order + (1.0,))
+        assert spec.series == "taylor"
         return cls(tuple(1 / math.factorial(n) for n in range(spec.order + 1)))
 
     @classmethod

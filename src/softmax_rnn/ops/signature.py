@@ -23,20 +23,24 @@ class Signature(NamedTuple):
     """What the choice depends on.
 
     Attributes:
+        spec: the attention.
         form: the form that was asked for, or ``auto``.
+        causal: whether queries see only keys up to their own position.
         q: the shape of the queries [B, H, T, D]; likewise ``k`` and ``v``.
         types: the dtypes and devices of queries, keys and values.
-        others: of each other tensor (``_OTHERS``) what is checked; ``None`` for one not given.
-        state: the same of a given state.
+        mask: what is checked of the mask (:func:`_checked`); ``None`` without one.
+        others: what is checked of each other tensor (``_OTHERS``), likewise.
+        state: what is checked of a given state, likewise.
         return_state: whether a state is returned.
         padding: whether hidden tokens are padding.
         part: whether this is a part of another call, whose arguments are checked.
         trained: whether queries, keys or values need a gradient: then states are kept for it.
         derivative: whether the result may be differentiated.
-        autocast: whether it is on, or may be.
+        autocast: whether autocast is on, or may be.
         threads: of PyTorch.
-        numbers: whether they can be read: ``yes``; ``traced`` by ``torch.compile``; or ``no``, in
-            transforms of ``torch.func`` and other subclasses of tensors.
+        numbers: whether the tensors' numbers can be read: ``yes``; ``traced`` by
+            ``torch.compile``; or ``no``, in transforms of ``torch.func`` and other subclasses of
+            tensors.
     """
 
     spec: AttentionSpec
@@ -57,6 +61,21 @@ class Signature(NamedTuple):
     autocast: bool
     threads: int
     numbers: Numbers
+
+    @property
+    def queries(self) -> int:
+        """Their number, T."""
+        return self.q[2]
+
+    @property
+    def keys(self) -> int:
+        """Their number, S."""
+        return self.k[2]
+
+    @property
+    def width(self) -> int:
+        """That of queries and keys, D."""
+        return self.q[3]
 
     @property
     def dtype(self) -> torch.dtype:

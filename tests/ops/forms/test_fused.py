@@ -140,7 +140,7 @@ def test_what_the_kernels_of_a_gpu_refuse(
         with FakeTensorMode():
             x = torch.empty(1, 2, 8, width, device="cuda", dtype=dtype)
             mask = torch.ones(1, 1, 1, 8, dtype=torch.bool, device="cuda") if masked else None
-        return plan.planned(Call(x, x, x, spec, mask=mask), form, part=True).form
+        return plan.planned(Call(x, x, x, spec, mask=mask), form, part=True).name
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -149,7 +149,7 @@ def test_what_the_kernels_of_a_gpu_refuse(
     if reason:
         assert form != "fused"
         assert [str(w.message) for w in caught] == [
-            f"form='fused' cannot compute {reason}: {form!r} is used instead."
+            f"PyTorch's fused kernels cannot compute {reason}: {form!r} is used."
         ]
         with pytest.raises(ValueError, match=f"cannot compute {reason} on cuda; forms that can"):
             chosen(detached, "fused")

@@ -36,7 +36,7 @@ def chosen(
     x: Tensor, spec: sr.AttentionSpec, form: str = "auto", mask: Tensor | None = None
 ) -> str:
     """The form that computes a spec of queries, keys and values ``x``."""
-    return planned(Call(x, x, x, spec, mask=mask), form, part=True).form
+    return planned(Call(x, x, x, spec, mask=mask), form, part=True).name
 
 
 def long(length: int = cpp.LEAST_TOKENS) -> Tensor:

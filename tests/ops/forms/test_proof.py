@@ -185,9 +185,9 @@ def test_auto_takes_the_next_form(
         found = plan._plan(call, signature(call)._replace(types=types))
         assert found.lasting is not capturing  # while a graph is captured, none is tried
         if name == "gate":
-            assert found.form == ("blocked" if why else taken)
+            assert found.name == ("blocked" if why else taken)
         else:
-            assert found.form == taken
+            assert found.name == taken
             assert found.options["engine"] == ("torch" if why else "triton")
 
 
