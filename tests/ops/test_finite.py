@@ -157,3 +157,41 @@ def test_hidden_keys_do_not_hide_an_overflow(form: str) -> None:
     k[:, :, :2] = torch.nan
     with pytest.raises(OverflowError, match="overflow"):
         sr.attention(q * 1e5, k * 1e5, v, "taylor:4", mask=torch.arange(20) >= 2, form=form)
+
+
+@pytest.mark.parametrize("name", ["output_gate", "norm_weight", "norm_bias"])
+def test_a_bounded_output_that_is_enlarged_beyond_float16(name: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 8).half().unbind(0)
+    shape, size = ((1, 2, 40), 1e6) if name == "output_gate" else ((8,), 1e5)
+    gate = "after_norm" if name == "output_gate" else "none"
+    spec = sr.AttentionSpec(norm="none" if name == "output_gate" else "layer", output_gate=gate)
+    for form in ("auto", *sr.forms(spec)):
+        with pytest.raises(OverflowError, match="The largest output"):
+            sr.attention(q, k, v, spec, form=form, **{name: torch.full(shape, size)})
+        sr.attention(q, k, v, spec, form=form, **{name: torch.full(shape, 10.0)})
+
+
+@pytest.mark.parametrize("size", [1e-5, 1e-4, 1.0, 6e4])
+@pytest.mark.parametrize("norm", ["l2", "rms", "layer"])
+@pytest.mark.parametrize("denominator", ["none", "sum"])
+def test_a_norm_of_float16_values_of_any_size(norm: str, denominator: str, size: float) -> None:
+    """No form rounds sums of small values to float16, which has few digits for them."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 300, 8, generator=draw).half().unbind(0)
+    v = (v.float() * size / v.float().abs().max()).half()
+    spec = sr.AttentionSpec(norm=norm, denominator=denominator, clamp=None)  # type: ignore[arg-type]
+    weight = torch.randn(1, 2, 300, 8, generator=draw)
+    given = [x.clone().requires_grad_() for x in (q, k, v)]
+    exact = [x.double().detach().requires_grad_() for x in given]
+    expected = sr.attention(*exact, spec, form="dense")
+    grads = torch.autograd.grad((expected * weight).sum(), exact)
+    for form in ("auto", *(form for form in sr.forms(spec) if form != "triton")):
+        out = sr.attention(*given, spec, form=form)
+        error = (out.double() - expected).norm() / expected.norm()
+        assert error < 1e-3, form
+        for found, true in zip(
+            torch.autograd.grad((out.float() * weight).sum(), given), grads, strict=True
+        ):
+            if 1e-2 < true.abs().max() < 3e4:  # else float16 has no place, or few digits for it
+                error = (found.double() - true).norm() / true.norm()
+                assert error < 2e-2, form

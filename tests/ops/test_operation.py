@@ -145,6 +145,22 @@ def test_long_keys_that_a_row_does_not_see_leave_it_alone(name: str, later: floa
         torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("order", "size"), [(8, 1e-3), (10, 3e-3), (12, 1e-2), (2, 1e-3), (12, 100.0), (8, 2000.0)]
+)
+def test_quotients_of_powers_in_every_type(order: int, size: float, dtype: torch.dtype) -> None:
+    """Of inputs that a type can hold: sums are in float32 whatever it is."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 60, 8, generator=draw, dtype=torch.float64).unbind(0)
+    q, k, v = (x.to(dtype) for x in (q * size, k * size, v))
+    spec = sr.AttentionSpec(series="power", order=order)
+    expected = sr.attention(q.double(), k.double(), v.double(), spec, form="dense")
+    for form in ("auto", *(form for form in sr.forms(spec) if form in ("native", "blocked"))):
+        found = sr.attention(q, k, v, spec, form=form).double()
+        torch.testing.assert_close(found, expected, rtol=0, atol=4 * torch.finfo(dtype).eps * 4)
+
+
 @pytest.mark.parametrize(
     ("query", "key"), [(1e-20, 1e-20), (1e23, 1e23), (1.0, 1e-30), (1e30, 1.0)]
 )

@@ -151,6 +151,19 @@ def planned_form(given: dict[str, Any]) -> str:
     return plan.planned(Call(**given)).name
 
 
+@pytest.mark.parametrize("name", ["softmax", "taylor:2", "norm"])
+def test_tensors_of_another_type_or_layout(name: str) -> None:
+    x = torch.randn(1, 1, 5, 4)
+    with pytest.raises(ValueError, match=r"not torch.float8_e4m3fn. Allowed: float16, bfloat16"):
+        sr.attention(*[x.to(torch.float8_e4m3fn)] * 3, name)
+    with pytest.raises(
+        ValueError, match=r"q must be dense \(torch.strided\), not torch.sparse_coo"
+    ):
+        sr.attention(*[x.to_sparse()] * 3, name)
+    words: Any = []
+    assert isinstance(sr.attention(x, x, x, name, padding=words, return_state=words), Tensor)
+
+
 def test_a_call_that_is_wrong_is_not_explained() -> None:
     x = torch.randn(1, 1, 5, 4)
     with pytest.raises(ValueError, match="width"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -142,3 +143,56 @@ def test_an_overflow_of_the_last_keys_is_told_at_once() -> None:
     k[..., 2, :] = 1e20
     with pytest.raises(OverflowError, match="state overflows torch.float32"):
         sr.attention(q * 1e-20, k, v, "taylor:2", return_state=True)
+
+
+@pytest.mark.parametrize("name", ["taylor:2", "power:1", "linear_elu", "taylor:2+decay"])
+@pytest.mark.parametrize("bad", ["key", "value", "log decay"])
+def test_nan_is_reported_without_a_query_as_well(name: str, bad: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 6, 8).unbind(0)
+    given = {"key": k.clone(), "value": v.clone()}
+    if "decay" in name:
+        given["log decay"] = -torch.rand(1, 2, 6)
+    if bad not in given:
+        return
+    given[bad][0, 0, 3] = torch.nan
+    options = {"log_decay": given["log decay"]} if "decay" in name else {}
+    for queries in (0, 6):
+        with pytest.raises(FloatingPointError, match=f"The {bad} of token 3 contains NaN"):
+            sr.attention(
+                q[:, :, :queries], given["key"], given["value"], name, return_state=True, **options
+            )
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("decay", ["head", "token", "channel"])
+def test_an_empty_batch_with_a_state_has_gradients(order: int, decay: str) -> None:
+    q, k, v = (torch.randn(0, 2, 6, 4, requires_grad=True) for _ in range(3))
+    shapes = {"head": (2,), "token": (0, 2, 6), "channel": (0, 2, 6, 4)}
+    log_decay = (-torch.rand(shapes[decay])).requires_grad_()
+    spec = sr.AttentionSpec(series="taylor", order=order, decay=decay)  # type: ignore[arg-type]
+    out, state = sr.attention(q, k, v, spec, log_decay=log_decay, return_state=True)
+    (out.sum() + state.sums.sum()).backward()
+    assert log_decay.grad is not None
+    assert not log_decay.grad.any()
+
+
+@pytest.mark.parametrize("tokens", [-1, 2.5, float("nan"), None, "7", True])
+def test_tokens_that_are_no_number_of_tokens(tokens: Any) -> None:
+    x = torch.randn(1, 1, 5, 4)
+    _, state = sr.attention(x, x, x, "taylor:2", return_state=True)
+    with pytest.raises(ValueError, match="A state's tokens must be"):
+        dataclasses.replace(state, tokens=tokens)
+
+
+def test_a_state_is_overwritten_by_its_like_alone() -> None:
+    x = torch.randn(2, 1, 5, 4)
+    _, state = sr.attention(x, x, x, "taylor:2", return_state=True)
+    _, fewer = sr.attention(x[:1], x[:1], x[:1], "taylor:2", return_state=True)
+    _, other = sr.attention(x, x, x, "taylor_norm:2", return_state=True)
+    fixed = state.fixed()
+    for wrong in (fewer, other):
+        with pytest.raises(ValueError, match="its own spec and shapes"):
+            fixed.update_(wrong)
+    with pytest.raises(ValueError, match=r"make one with State.fixed\(\)"):
+        state.update_(state)
+    fixed.update_(state)

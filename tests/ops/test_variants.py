@@ -201,6 +201,15 @@ def test_a_name_may_mean_options_as_well(registry: None) -> None:
         sr.register_variant("other", spec, 8)  # type: ignore[arg-type]
 
 
+def test_a_name_without_a_number_is_told_each_time() -> None:
+    x, decay = torch.randn(1, 1, 5, 4), -torch.rand(1, 1, 5)
+    for _ in range(2):
+        with pytest.warns(FutureWarning):
+            sr.attention(x, x, x, "taylor")
+        with pytest.warns(FutureWarning):
+            sr.attention(x, x, x, "taylor+decay", log_decay=decay)
+
+
 def test_any_variant_with_a_decay() -> None:
     for name in sr.variants():
         spec = sr.variant(name)

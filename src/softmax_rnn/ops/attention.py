@@ -137,16 +137,18 @@ def attention(
     Raises:
         ValueError: for invalid shapes, dtypes, devices, gates, form or state, and for a name of
             more than the operation; the message says what is allowed.
-        OverflowError: if sums, a state or outputs exceed the range of their dtype, in any form;
-            not inside ``torch.vmap`` and ``torch.compile``, where numbers cannot be read.
+        OverflowError: if sums of a finite series, a state or outputs exceed the range of their
+            dtype, in any form; not inside ``torch.vmap`` and ``torch.compile``, where numbers
+            cannot be read. Outputs that the values bound, or a norm, are checked in float16 alone,
+            if a gate or the norm's weights may enlarge them; sums of exp are not checked.
         MemoryError: if the state is too large; the message gives its size in bytes and the largest
             order that fits.
         FloatingPointError: for NaN or infinity in a state or in the tokens added to it; the message
             gives the index of the token. If powers of the keys that a query sees underflow, beside
             those of much longer keys that are hidden from it or have faded.
         NotImplementedError: for a second or forward-mode derivative; only ``form="dense"`` supports
-            them. For a state, or a form other than ``auto`` or ``dense``, inside a transform of
-            ``torch.func``, such as ``torch.vmap``.
+            them. For a state, or most forms other than ``auto`` or ``dense``, inside a transform
+            of ``torch.func``, such as ``torch.vmap``.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 4, 128, 32).unbind(0)
@@ -167,8 +169,8 @@ def attention(
         log_decay,
         coefficients,
         state,
-        return_state,
-        padding,
+        bool(return_state),
+        bool(padding),
         input_gate,
         output_gate,
         length_power,
@@ -216,7 +218,8 @@ def _in_steps(call: Call, plan: Plan) -> Tensor | tuple[Tensor, State]:
         else:
             sums = _sums(call, plan)
         out, largest = outputs(sums, call)
-        if not spec.bounded:
+        enlarged = (call.output_gate, call.norm_weight, call.norm_bias) != (None, None, None)
+        if not spec.bounded or (enlarged and inputs[0].dtype == torch.float16):
             check_output(out, inputs[0].dtype, inputs, call.mask)
         out = out.to(inputs[0].dtype)
         if packed is not None:
@@ -255,8 +258,9 @@ def _token(
     spec = Weights(*weights).spec
     before = State.from_tensors(spec, tokens, dict(zip(_OF_TOKEN, state, strict=False)))
     call = Call(q, k, v, spec, log_decay=log_decay, state=before, return_state=True)
-    found: Any = after_state(call) or _in_steps(call, planned(call))
-    out, after = found
+    plan = planned(call)
+    found: Any = after_state(call) if plan.path == "token" else None
+    out, after = found or _in_steps(call, plan)
     # As the operator without data says.
     return [x.contiguous() for x in (out, *after.tensors.values())]
 
@@ -295,7 +299,7 @@ def _sums(call: Call, plan: Plan) -> RowSums:
         k, v = without_hidden(mask, k, v)
     q, inputs = call.q, (call.q, k, v)
     log_scale = None
-    if spec.scale_free and not (plan.form.maps and q.dtype == torch.float16):
+    if spec.scale_free:
         given = spec, call.causal, mask, call.log_decay, call.stateful
         q, log_scale = scaled_for_powers(q, k, *given)
     if not plan.form.maps and spec.feature_map != "identity":

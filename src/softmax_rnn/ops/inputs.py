@@ -63,6 +63,9 @@ def check(call: Call) -> None:
         check_per_key(mask, "padding=True")
 
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     """Check shapes, dtypes and devices of queries, keys and values."""
     # Asking a tensor for these takes time, which matters in decoding.
@@ -73,8 +76,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
         shape, dtype, device = x.shape, x.dtype, x.device
         if len(shape) != 4:
             raise ValueError(f"{name} must be [batch, heads, length, width], not {list(shape)}.")
-        if not dtype.is_floating_point:
-            raise ValueError(f"{name} must be of a floating-point dtype, not {dtype}.")
+        if dtype not in _DTYPES:
+            allowed = ", ".join(str(each).removeprefix("torch.") for each in _DTYPES)
+            raise ValueError(
+                f"{name} must be of a floating-point dtype, not {dtype}. Allowed: {allowed}."
+            )
+        if x.layout is not torch.strided:
+            raise ValueError(f"{name} must be dense (torch.strided), not {x.layout}.")
         expected = expected or (dtype, device)
         if (dtype, device) != expected:
             raise ValueError(

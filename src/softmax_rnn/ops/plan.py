@@ -170,6 +170,8 @@ def _triton_refuses(s: Signature) -> str:
     width = max(s.width, s.v[3])
     if width > triton.MAX_WIDTH:
         return f"heads of width {width}"
+    if s.dtype == torch.float16 and s.spec.scale_free:  # its queries are scaled in float32
+        return "a single power of float16 inputs"
     float64_cosine = s.dtype == torch.float64 and s.spec.feature_map == "cosine"
     if float64_cosine and width > triton.MAX_FLOAT64_COSINE:
         return f"float64 cosines of width {width}"
@@ -411,7 +413,8 @@ def _chosen(call: Call, s: Signature) -> str:
     if transformed():
         if s.form == "auto" and not s.stateful:
             return "dense"  # which has every derivative
-        if s.stateful or s.form not in ("dense", "fused"):
+        differentiable = s.form == "dense" or (s.form == "fused" and s.spec.up_to_row_scale)
+        if s.stateful or not differentiable:
             _require_constants(call, s)
     reasons = {name: reason(form, s) for name, form in FORMS.items()}
     if s.form == "auto":
@@ -427,7 +430,7 @@ def _chosen(call: Call, s: Signature) -> str:
         able = ", ".join(name for name, why in reasons.items() if not why)
         raise ValueError(
             f"form={s.form!r} cannot compute {reasons[s.form]} on {s.device}; "
-            f"forms that can: {able}. The spec: {s.spec}."
+            f"forms that can: {able}.{'' if s.part else f' The spec: {s.spec}.'}"
         )
     else:
         found = s.form
@@ -443,10 +446,14 @@ def reason(form: Form, s: Signature) -> str:
 
 
 def _require_constants(call: Call, s: Signature) -> None:
-    """Raise ``NotImplementedError`` unless all tensors are constants of a transform."""
-    given = call.q, call.k, call.v, call.mask, call.log_decay, call.coefficients
+    """Raise ``NotImplementedError`` unless a form with a state computes constants of a transform.
+
+    The other forms have derivatives of their own, which no transform can take.
+    """
+    given = call.q, call.k, call.v, call.mask, call.log_decay, call.coefficients, call.input_gate
     sums = None if call.state is None else call.state.sums
-    if any(x is not None and wrapped(x) for x in (*given, sums)):
+    possible = s.stateful or FORMS[s.form].stateful
+    if not possible or any(x is not None and wrapped(x) for x in (*given, sums)):
         what = "a state" if s.stateful else f"form={s.form!r}"
         raise NotImplementedError(
             f"{what} was given inside a transform of torch.func (vmap, grad, jvp, ...). Attention "

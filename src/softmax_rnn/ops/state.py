@@ -89,6 +89,13 @@ class State:
     first: KeptKeys | None = None
     inputs: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        count = self.tokens
+        if isinstance(count, bool) or not isinstance(count, int | Tensor):
+            raise ValueError(f"A state's tokens must be a number of tokens, not {count!r}.")
+        if isinstance(count, int) and count < 0:
+            raise ValueError(f"A state's tokens must be 0 or more, not {count}.")
+
     def __repr__(self) -> str:
         """One line, without the tensors."""
         return f"State({self.spec}, {int(self.tokens):,} tokens, {bytes_text(self.nbytes)})"
@@ -178,10 +185,21 @@ class State:
         return replace(copy, tokens=tokens)
 
     def update_(self, new: State) -> None:
-        """Overwrite the tensors of a :meth:`fixed` state by those of another of its shapes."""
+        """Overwrite the tensors of a :meth:`fixed` state by those of another of its shapes.
+
+        Raises:
+            ValueError: if this state is not fixed, or the other one has another spec or shapes.
+        """
+        if not isinstance(self.tokens, Tensor):
+            raise ValueError("update_ overwrites a fixed state: make one with State.fixed().")
+        shapes = [{name: x.shape for name, x in s.tensors.items()} for s in (self, new)]
+        if self.spec != new.spec or shapes[0] != shapes[1]:
+            raise ValueError(
+                "A state is overwritten by one of its own spec and shapes: "
+                f"{self.spec} with {shapes[0]}, not {new.spec} with {shapes[1]}."
+            )
         for mine, other in zip(self.tensors.values(), new.tensors.values(), strict=True):
             mine.copy_(other)
-        assert isinstance(self.tokens, Tensor)
         self.tokens.copy_(torch.as_tensor(new.tokens))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> State:

@@ -205,7 +205,8 @@ def resolve(spec: Spec | str) -> Spec:
             f"softmax_rnn.Attention(hidden_size, num_heads, {spec!r}). If that is computed "
             f"elsewhere, give the operation the spec, softmax_rnn.variant({spec!r})."
         )
-    if kept and _with_number(spec) == spec:  # others are told each time what to write
+    plain = spec.removesuffix(DECAY_SUFFIX) if isinstance(spec, str) else ""
+    if kept and _with_number(plain) == plain:  # others are told each time what to write
         _OPERATIONS[spec] = found.spec
     return found.spec
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext, suppress
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -129,8 +131,54 @@ def test_transforms_of_other_forms_are_errors() -> None:
     torch.testing.assert_close(found, torch.stack(expected))
     tangent = torch.func.jvp(lambda x: sr.attention(x, x, x, "softmax"), (q[0],), (q[0],))[1]
     assert tangent.isfinite().all()
-    # Constants of a transform may be computed by any form.
+    # Constants of a transform may be computed by a form with a state, with one or without.
     torch.vmap(lambda x: x * sr.attention(q[0], q[0], q[0], "taylor:2", form="chunked"))(q)
+
+
+TRANSFORMS = {
+    "vmap": lambda call, x: torch.vmap(call)(torch.stack([x, x]))[0],
+    "grad": lambda call, x: torch.func.grad(lambda x: call(x).sum())(x),
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,))[1],
+}
+# Each tensor of a call: the only one that a transform is about.
+ABOUT = {
+    "q": sr.AttentionSpec(),
+    "output_gate": sr.AttentionSpec(output_gate="after_norm"),
+    "input_gate": sr.AttentionSpec(series="taylor", order=2, input_gate=True),
+    "norm": sr.AttentionSpec(denominator="none", norm="rms"),
+    "outside_q": sr.AttentionSpec(series="taylor", order=2, window=3, outside="series"),
+    "outside_scale": sr.AttentionSpec(series="taylor", order=2, window=3, outside="series"),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", ABOUT)
+def test_a_transform_of_one_tensor_is_right_or_told(name: str, transform: str) -> None:
+    spec, (q, k, v) = ABOUT[name], torch.rand(3, 1, 2, 6, 4).unbind(0)
+    given = {"q": q, "k": k, "v": v}
+    if spec.output_gate != "none" or spec.input_gate:
+        given[name] = torch.rand(1, 2, 6)
+    if name.startswith("outside"):
+        given[name] = torch.rand(1, 2, 6, 4) if name == "outside_q" else torch.rand(2)
+    place = name if name in given else "q"
+
+    def found(**options: Any) -> Tensor:
+        def call(x: Tensor) -> Tensor:
+            return sr.attention(spec=spec, **{**given, place: x}, **options)
+
+        return TRANSFORMS[transform](call, given[place])
+
+    expected = found(form="dense")
+    for form in ("auto", *sr.forms(spec)):
+        refused = suppress(NotImplementedError) if form != "auto" else nullcontext()
+        with refused:
+            torch.testing.assert_close(found(form=form), expected)
+    if spec.has_state and name != "outside_scale":  # which no part of a state depends on
+        with pytest.raises(NotImplementedError, match="a state was given inside a transform"):
+            TRANSFORMS[transform](
+                lambda x: sr.attention(spec=spec, **{**given, place: x}, return_state=True)[0],
+                given[place],
+            )
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if "detached" not in name])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import softmax_rnn as sr
 from softmax_rnn.ops.forms.cpu import cpp
@@ -53,6 +54,24 @@ def test_a_source_that_does_not_compile_is_no_error(tiny: Path) -> None:
     assert "native" not in sr.forms("gate")
     with pytest.raises(OSError, match="cannot be built"):
         cpp.load()
+
+
+@needs_library
+def test_a_compiled_token_needs_no_library(tiny: Path) -> None:
+    """If it is the first to ask for one, and the compiler fails."""
+    tiny.write_text("nonsense")
+    q, k, v = torch.randn(3, 1, 2, 8, 8).unbind(0)
+    _, state = sr.attention(q, k, v, "taylor:2", return_state=True)
+
+    def step(x: Tensor) -> Tensor:
+        out, _ = sr.attention(x, x, x, "taylor:2", state=state, return_state=True)
+        return out
+
+    torch.compiler.reset()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = torch.compile(step, backend="eager")(q[:, :, :1])
+        torch.testing.assert_close(found, step(q[:, :, :1]))
 
 
 def test_it_can_be_switched_off(fresh: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,7 +185,8 @@ def _grads(*arguments: Any) -> tuple[Tensor, ...]:
         chunks.grads(dsums[heads], found, list(kept[:, heads]), outputs.of(heads))
     if sums is not None:
         assert outputs.log_decay is not None
-        count = max(1, FEATURES["cpu"] // max(1, inputs.values[0].numel()))  # that fit the cache
+        features = max(1, inputs.values.shape[1:].numel())
+        count = max(1, FEATURES["cpu"] // features)  # that fit the cache
         for start in range(0, len(sums), count):
             heads = slice(start, start + count)
             last = None if dlast_state is None else (last_state[heads], dlast_state[heads])

@@ -125,7 +125,8 @@ def _told(failure: str, what: dict[str, Any]) -> str:
 
 
 def _folder() -> Path:
-    return cache_folder() / f"kernels-{os.geteuid()}"
+    user = os.geteuid() if hasattr(os, "geteuid") else 0
+    return cache_folder() / f"kernels-{user}"
 
 
 def _machine(width: int, values: int, device: torch.device) -> dict[str, Any]:

@@ -56,6 +56,10 @@ def fused(
         padded += -padded % 8
     if not q.shape[-1] == width == padded:
         q, k, v = (F.pad(x, (0, padded - x.shape[-1])) for x in (q, k, v))
+    small = spec.norm != "none" and v.dtype == torch.float16
+    unit = _power_of_two(v) if small else None
+    if unit is not None:
+        v = v * unit.to(v.dtype)
     q, k, v = first_order(*(_contiguous_rows(x) for x in (q, k, v)))
     if mask is not None:
         mask = mask.expand(*mask.shape[:-2], queries, keys)
@@ -63,11 +67,25 @@ def fused(
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=bool(q.shape[1] != k.shape[1])
         )
-        return RowSums(out[..., :width])
+        return RowSums(_divided(out[..., :width], unit))
     if mask is not None:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
     numerator, weight_sum, log_scale = _FlashSums.apply(q, k, v, mask, causal, scale, on_gpu)
-    return RowSums(numerator[..., :width], weight_sum, log_scale)
+    return RowSums(_divided(numerator[..., :width], unit), weight_sum, log_scale)
+
+
+def _power_of_two(v: Tensor) -> Tensor:
+    """A factor [B, Hkv, 1, 1] by which the largest of small float16 values is about 1."""
+    largest = v.detach().abs().amax((2, 3), keepdim=True).float()
+    exponent = -largest.log2().floor().clamp(min=-15, max=0)  # 2^16 is out of range
+    return exponent.masked_fill(largest == 0, 0.0).nan_to_num(0.0).exp2()
+
+
+def _divided(sums: Tensor, unit: Tensor | None) -> Tensor:
+    """Sums without the factor of their values, in float32."""
+    if unit is None:
+        return sums
+    return sums.float() / unit.repeat_interleave(sums.shape[1] // unit.shape[1], 1)
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:
