@@ -148,7 +148,7 @@ def test_a_figure_is_drawn_from_what_is_finished(figure: str, tmp_path: Path) ->
             assert panel.title in text
         for variant in panel.variants if FIGURES[figure].kind == "curves" else ():
             assert variant in text
-    found = finished_runs("demo", tmp_path)
+    found = finished_runs(SCALES["demo"], tmp_path)
     corpora = {"figure2": ("Docstrings", "PyTorch's C++ headers", "Python's standard library")}
     for title in corpora.get(figure, ()):
         assert f"{title}: test loss" in text
@@ -180,7 +180,7 @@ def test_the_family_is_drawn_against_its_states(tmp_path: Path) -> None:
     assert list(table.state_kind) == ["cache", "state", "state"]
     page = paths[-1].read_text()
     assert "Our own claims" in page
-    assert set(finished_runs("demo", tmp_path)) == {("family", "stdlib")}
+    assert set(finished_runs(SCALES["demo"], tmp_path)) == {("family", "stdlib")}
 
 
 @pytest.mark.parametrize("scale", SCALES)

@@ -11,6 +11,7 @@ import pytest
 from made_up import made_up
 from softmax_rnn.report.outputs import report
 from softmax_rnn.report.recall import draw_recall, recall_table
+from softmax_rnn.report.sweeps import add_to_sweep
 from softmax_rnn.report.table import cells, results
 from softmax_rnn.training.folder import RunFolder
 
@@ -90,6 +91,10 @@ def test_two_learning_rates_of_one_variant_are_told(tmp_path: Path) -> None:
         made_up(tmp_path / str(rate), name, seed, 1.0, accuracy=0.9, learning_rate=rate, **TASK)
         for name, seed, rate in (("softmax", 0, 1e-3), ("taylor:1", 0, 2e-3), ("softmax", 1, 2e-3))
     ]
+    with pytest.raises(ValueError, match="cannot be compared: learning_rate"):
+        results(runs[:2])
+    for folder in {run.path.parent for run in runs}:  # as a sweep does
+        add_to_sweep(folder, {"setting": "learning_rate", "chosen": {}, "trials": []})
     assert len(results(runs[:2])) == 2
-    with pytest.raises(ValueError, match="one variant with different learning rates"):
+    with pytest.raises(ValueError, match="one variant with different values of learning_rate"):
         results(runs)

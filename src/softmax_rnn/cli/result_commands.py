@@ -8,6 +8,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from softmax_rnn import variants
+from softmax_rnn._utils.errors import require_choice
 from softmax_rnn._utils.files import require_writable, write_json
 from softmax_rnn.cli.command import CACHES, Command, show, show_paths, write_report
 from softmax_rnn.experiments.scales import SCALES
@@ -17,22 +18,32 @@ from softmax_rnn.ops import ALIASES, FAMILIES, AttentionSpec, LayerOptions, laye
 def _claims_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
     parser.add_argument("runs", type=str, nargs="?", default="runs", help="folder of the runs")
     parser.add_argument("--scale", type=str, default="demo", help=f"one of {', '.join(SCALES)}")
+    parser.add_argument(
+        "--best",
+        type=str,
+        default="",
+        metavar="SETTING",
+        help="of runs in which each variant has its best value, as reproduce --sweep makes them: "
+        "--best learning_rate",
+    )
 
 
 def _claims(parsed: Namespace) -> int:
     from softmax_rnn.experiments.reproduce import finished_runs
     from softmax_rnn.experiments.verdicts import judge, rich_verdicts, verdict_table
 
-    root = Path(parsed.runs)
-    found = finished_runs(parsed.scale, root)
+    require_choice("scale", parsed.scale, SCALES)
+    root, scale = Path(parsed.runs), SCALES[parsed.scale].with_best(parsed.best)
+    found = finished_runs(scale, root)
     if not found:
+        more = f" --sweep {parsed.best}=VALUE,VALUE,..." if parsed.best else ""
         raise ValueError(
-            f"No finished run of scale {parsed.scale!r} in {root}: start with softmax-rnn "
-            f"reproduce figure4 --scale {parsed.scale} --out {root}."
+            f"No finished run of scale {scale.folder!r} in {root}: start with softmax-rnn "
+            f"reproduce figure4 --scale {parsed.scale} --out {root}{more}."
         )
-    verdicts = judge(found, SCALES[parsed.scale])
+    verdicts = judge(found, scale)
     show(rich_verdicts(verdicts))
-    path = root / parsed.scale / "claims.json"
+    path = root / scale.folder / "claims.json"
     write_json(path, verdict_table(verdicts))
     show_paths([path])
     return 0

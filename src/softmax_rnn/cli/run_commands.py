@@ -12,7 +12,6 @@ from jsonargparse import ArgumentParser, Namespace
 from softmax_rnn import variants
 from softmax_rnn._utils.errors import require_choice
 from softmax_rnn._utils.plain_yaml import parse_fields
-from softmax_rnn._utils.progress import notice
 from softmax_rnn.cli.command import (
     CORPUS_FIELDS,
     Command,
@@ -143,54 +142,53 @@ def _reproduce_options(parser: ArgumentParser, _: dict[str, Any]) -> None:
         metavar="KEY=VALUE",
         help="settings of every run that override the scale's, such as steps=200",
     )
+    parser.add_argument(
+        "--sweep",
+        type=str,
+        metavar="SETTING=VALUE,VALUE,...",
+        help="first try each of these values on validation documents, for each variant, with one "
+        "seed, and more while the best is the first or the last; then run it with its best, as in "
+        "--sweep learning_rate=5e-4,1e-3,2e-3,4e-3",
+    )
 
 
 def _reproduce(parsed: Namespace) -> int:
     require_choice("figure", parsed.figure, FIGURES)
     require_choice("scale", parsed.scale, SCALES)
     from softmax_rnn.experiments.reproduce import figure_runs, report_figure
-    from softmax_rnn.experiments.sweep import trials
+    from softmax_rnn.experiments.sweep import Search, Sweep, copy_finished
 
     left = time_left(stop_after(parsed))
     experiment, scale, root = FIGURES[parsed.figure], SCALES[parsed.scale], Path(parsed.out)
-    fields, rates = parse_fields(parsed.fields), {}
+    plain, fields = scale, parse_fields(parsed.fields)
     if parsed.variants is not None:
         experiment = experiment.only(parsed.variants)
-    runs = figure_runs(experiment, scale, root, parsed.seeds, fields)
+    sweep = Sweep.parse(parsed.sweep) if parsed.sweep else None
+    if sweep is not None:
+        scale = plain.with_best(sweep.setting)
+    elif experiment.sweep and Sweep.parse(experiment.sweep).setting not in fields:
+        sweep = Sweep.parse(experiment.sweep)
 
     def report() -> None:
         show_paths(report_figure(experiment, scale, root, parsed.seeds))
 
-    if experiment.kind == "recall" and "learning_rate" not in fields:
-        first = trials(experiment, scale, root, fields)
-        if parsed.dry_run:
-            runs = [*first, *runs]
-        else:
-            rates = _chosen_rates(parsed, first, root / scale.name)
-            runs = figure_runs(experiment, scale, root, parsed.seeds, fields, rates)
-    return _plan_or_run(parsed, runs, root / scale.name, report, left)
-
-
-def _chosen_rates(parsed: Namespace, runs: Sequence[PlannedRun], root: Path) -> dict[str, float]:
-    """Execute the trials and print the best learning rate of each family.
-
-    A trial may fail, for example by divergence, if another one of its family has finished.
-    """
-    from softmax_rnn.experiments.scheduler import RunsFailedError
-    from softmax_rnn.experiments.sweep import chosen_rates
-
-    try:
-        _plan_or_run(parsed, runs, root, lambda: None)
-    except RunsFailedError as failed:
-        try:
-            chosen_rates(runs)
-        except ValueError:
-            raise failed from None
-        notice(f"Trials of learning rates that failed are left out. {failed}")
-    rates = chosen_rates(runs)
-    chosen = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
-    print(f"Learning rates: {chosen}")
-    return rates
+    place = root / scale.folder
+    if sweep is None:
+        runs = figure_runs(experiment, scale, root, parsed.seeds, fields)
+        return _plan_or_run(parsed, runs, place, report, left)
+    search = Search(experiment, plain, root, fields, sweep)
+    if parsed.dry_run:
+        runs = [*search.runs(), *figure_runs(experiment, scale, root, parsed.seeds, fields)]
+        print("Trials are added while the best value of a variant is the first or the last.")
+        return _plan_or_run(parsed, runs, root, report, left)
+    trials = root / plain.folder
+    search.execute(lambda runs: _run(parsed, runs, trials, left))
+    print(f"Chosen: {search.summary()}")
+    search.record(scale)
+    runs = figure_runs(experiment, scale, root, parsed.seeds, fields, search.chosen)
+    if scale is not plain:
+        copy_finished(runs, place, trials)
+    return _plan_or_run(parsed, runs, place, report, left)
 
 
 def _add_scheduling(parser: ArgumentParser) -> None:
@@ -226,7 +224,7 @@ def _plan_or_run(
     import softmax_rnn.report.outputs  # noqa: F401 -- a missing package is an error before the runs
     from softmax_rnn.experiments.costs import chosen_gpu
     from softmax_rnn.experiments.plan import plan_table, rich_plan
-    from softmax_rnn.experiments.scheduler import RunsFailedError, run_all
+    from softmax_rnn.experiments.scheduler import RunsFailedError
 
     if parsed.dry_run:
         from softmax_rnn.training.run import check_corpora
@@ -236,20 +234,32 @@ def _plan_or_run(
         show(rich_plan(plan_table(runs, root, gpu), gpu))
         return 0
     try:
-        run_all(
-            runs,
-            root,
-            parallel=parsed.parallel,
-            cluster=parsed.cluster,
-            cluster_options=parse_fields(parsed.cluster_options),
-            stop_after=stop_after(parsed) if left is None else left(),
-        )
+        _run(parsed, runs, root, left)
     except RunsFailedError:
         if any(run.folder.finished for run in runs):
             report()
         raise
     report()
     return 0
+
+
+def _run(
+    parsed: Namespace,
+    runs: Sequence[PlannedRun],
+    root: Path,
+    left: Callable[[], float | None] | None = None,
+) -> None:
+    """Execute a set of runs; ``left`` is as in :func:`_plan_or_run`."""
+    from softmax_rnn.experiments.scheduler import run_all
+
+    run_all(
+        runs,
+        root,
+        parallel=parsed.parallel,
+        cluster=parsed.cluster,
+        cluster_options=parse_fields(parsed.cluster_options),
+        stop_after=stop_after(parsed) if left is None else left(),
+    )
 
 
 COMMANDS = {

@@ -9,6 +9,7 @@ from softmax_rnn.data.shards import PreparedCorpus
 from softmax_rnn.data.task_rows import TaskCorpus, TaskRows, task_tokenizer
 from softmax_rnn.data.tasks import is_task, parse_task
 from softmax_rnn.data.tokenizer import load_tokenizer
+from softmax_rnn.data.validation import ValidationCorpus
 
 __all__ = [
     "SPLITS",
@@ -20,6 +21,7 @@ __all__ = [
     "TaskCorpus",
     "TaskRows",
     "TokenBlocks",
+    "ValidationCorpus",
     "check",
     "is_task",
     "left_out",

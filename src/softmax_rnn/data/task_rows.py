@@ -20,11 +20,12 @@ from softmax_rnn.data.rows import Rows
 from softmax_rnn.data.task_base import Task
 
 TEST_ROWS = 512
+_SPLITS = (*SPLITS, "validation")
 _HASHED_ROWS = 64  # of each split, so that a changed definition is noticed
 
 
 class TaskRows(Rows):
-    """The rows of a task's split; ``train`` has one per position, ``test`` has ``TEST_ROWS``.
+    """The rows of a split; ``train`` has one per position, ``test`` and ``validation`` few.
 
     A row is a pure function of (split, seed, position). So variants see the same rows, and a
     resumed run continues with the next one.
@@ -34,12 +35,12 @@ class TaskRows(Rows):
         self.task, self.split, self.seed = task, split, seed
 
     def __len__(self) -> int:
-        return TEST_ROWS if self.split == "test" else 2**62
+        return 2**62 if self.split == "train" else TEST_ROWS
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"Row {index} of {len(self)}.")
-        if self.split == "test":  # read in every evaluation
+        if self.split != "train":  # read in every evaluation
             return dict(self._all[index])
         return self.drawn_rows(self.seed, index, index + 1)[0]
 
@@ -77,7 +78,7 @@ class TaskRows(Rows):
 
     def _key(self, seed: int) -> int:
         self._check(seed)
-        return int(mix(SPLITS.index(self.split), seed)[0] >> np.uint64(1))
+        return int(mix(_SPLITS.index(self.split), seed)[0] >> np.uint64(1))
 
     def _check(self, seed: int) -> None:
         if seed != self.seed:

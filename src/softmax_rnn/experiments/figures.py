@@ -41,9 +41,12 @@ class Experiment:
         panels: one per column of curves, or per line of final losses.
         kind: ``curves`` (loss against tokens, test above train), ``orders`` (final loss against
             the highest power), ``states`` (curves, and final loss against the size of the state),
-            ``recall`` (accuracy against that size; the learning rate of each family is chosen
-            first) or ``gaps`` (test loss minus softmax's against tokens, with power laws).
+            ``recall`` (accuracy against that size) or ``gaps`` (test loss minus softmax's against
+            tokens, with power laws).
         large: whether the figure is drawn larger, as in the appendix.
+        sweep: a setting and its values, as ``--sweep`` takes them, which are tried unless the
+            setting is given.
+        by_family: whether the variants of a family (``taylor:2``, ``taylor:4``) have one value.
     """
 
     name: str
@@ -51,6 +54,8 @@ class Experiment:
     panels: tuple[Panel, ...]
     kind: Literal["curves", "orders", "states", "recall", "gaps"] = "curves"
     large: bool = False
+    sweep: str = ""
+    by_family: bool = False
 
     def only(self, variants: Sequence[str]) -> Experiment:
         """The same figure with only these variants; empty panels are left out."""
@@ -178,6 +183,8 @@ FIGURES: dict[str, Experiment] = {
                 ),
             ),
             kind="recall",
+            sweep="learning_rate=1e-3,3.16e-3,1e-2,3.16e-2",  # zoology's: logspace(-3, -1.5, 4)
+            by_family=True,
         ),
     )
 }

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from softmax_rnn._utils.errors import require_choice
 from softmax_rnn._utils.files import write_text
-from softmax_rnn.experiments.figures import Experiment
+from softmax_rnn.experiments.figures import Experiment, Panel
 from softmax_rnn.experiments.plan import PlannedRun, require_different, run_folder
-from softmax_rnn.experiments.scales import SCALES, Scale
-from softmax_rnn.experiments.sweep import family
+from softmax_rnn.experiments.scales import Scale
 from softmax_rnn.experiments.verdicts import Runs, judge, verdict_table
 from softmax_rnn.report.check import check_run
 from softmax_rnn.report.gaps import draw_gaps
@@ -21,6 +19,8 @@ from softmax_rnn.report.html import Section, page
 from softmax_rnn.report.outputs import report
 from softmax_rnn.report.recall import draw_recall
 from softmax_rnn.report.states import draw_states
+from softmax_rnn.report.sweep_figure import draw_sweep
+from softmax_rnn.report.sweeps import SweepRecord, read_sweep
 from softmax_rnn.report.table import by_variant, require_comparable
 from softmax_rnn.training.folder import RunFolder
 
@@ -34,7 +34,7 @@ def figure_runs(
     root: Path,
     seeds: Sequence[int],
     fields: Mapping[str, Any] | None = None,
-    rates: Mapping[str, float] | None = None,
+    chosen: Callable[[Panel, str], Mapping[str, Any]] | None = None,
 ) -> list[PlannedRun]:
     """Every run of a figure, once, ordered by seed.
 
@@ -44,7 +44,7 @@ def figure_runs(
         root: folder of the runs of all figures, which share runs.
         seeds: one run per variant and seed.
         fields: settings of every run that override the scale's.
-        rates: learning rates of families of variants (see :mod:`softmax_rnn.experiments.sweep`).
+        chosen: settings of a panel's variant (see :mod:`softmax_rnn.experiments.sweep`).
 
     Raises:
         ValueError: for a seed given twice, or invalid fields.
@@ -54,9 +54,8 @@ def figure_runs(
     for seed in seeds:
         for panel in experiment.panels:
             for variant in panel.variants:
-                folder = run_folder(root / scale.name / scale.folder_name(panel), variant, seed)
-                rate = (rates or {}).get(family(variant))
-                own = {} if rate is None else {"learning_rate": rate}
+                folder = run_folder(root / scale.folder / scale.folder_name(panel), variant, seed)
+                own = {} if chosen is None else chosen(panel, variant)
                 config = scale.config(panel, variant, seed, {**(fields or {}), **own})
                 runs[folder.path] = PlannedRun(config, folder)
     return list(runs.values())
@@ -84,9 +83,9 @@ def report_figure(
         title = f"{titles[condition, corpus]}, {condition} settings"
         sections.append(Section(title, runs, table))
         conditions[condition, corpus] = by_variant(runs)
-    overview = root / scale.name / experiment.name / "report.html"
+    overview = root / scale.folder / experiment.name / "report.html"
     overview.parent.mkdir(exist_ok=True)
-    title = f"{experiment.title} ({experiment.name}, {scale.name} scale)"
+    title = f"{experiment.title} ({experiment.name}, {scale.words})"
     claims = verdict_table(judge(conditions, scale))
     write_text(overview, page(sections, overview.parent, title, claims))
     return [*paths, overview]
@@ -96,29 +95,48 @@ def draw(experiment: Experiment, scale: Scale, root: Path, seeds: Sequence[int])
     """Draw a figure from its finished runs; panels without any are left out."""
     columns = []
     for panel in experiment.panels:
-        parent = root / scale.name / scale.folder_name(panel)
+        parent = root / scale.folder / scale.folder_name(panel)
         runs = [run_folder(parent, name, seed) for seed in seeds for name in panel.variants]
         if finished := [run for run in runs if run.finished]:
             columns.append(Column(panel.title or scale.title(panel), finished))
-    title = f"{experiment.title} ({scale.name} scale)"
-    stem = root / scale.name / experiment.name
+    title = f"{experiment.title} ({scale.words})"
+    stem = root / scale.folder / experiment.name
+    swept = _draw_sweep(experiment, scale, root, title)
     if experiment.kind == "orders":
-        return draw_orders(columns, title, stem)
+        return [*draw_orders(columns, title, stem), *swept]
     runs = [run for column in columns for run in column.runs]
     if experiment.kind in _ONE_PANEL:
-        return _ONE_PANEL[experiment.kind](runs, title, stem)
-    return draw_curves(columns, title, stem, experiment.large)
+        return [*_ONE_PANEL[experiment.kind](runs, title, stem), *swept]
+    return [*draw_curves(columns, title, stem, experiment.large), *swept]
 
 
-def finished_runs(scale: str, root: Path) -> dict[tuple[str, str], Runs]:
+def _draw_sweep(experiment: Experiment, scale: Scale, root: Path, title: str) -> list[Path]:
+    """Draw the trials by which the settings of a figure's runs were chosen, if they were."""
+    columns: dict[str, SweepRecord] = {}
+    for panel in experiment.panels:
+        record = read_sweep(root / scale.folder / scale.folder_name(panel))
+        if record is None:
+            continue
+        kept = {name: value for name, value in record["chosen"].items() if name in panel.variants}
+        tried = record["trials"]
+        if not experiment.by_family:
+            tried = [trial for trial in tried if trial["variant"] in kept]
+        name = panel.title or scale.title(panel)
+        columns[name] = {"setting": record["setting"], "chosen": kept, "trials": tried}
+        if experiment.by_family:  # which have the same trials in every panel
+            columns = dict.fromkeys(["all panels"], columns[name])
+    stem = root / scale.folder / f"{experiment.name}-sweep"
+    return draw_sweep(columns, title, stem) if columns else []
+
+
+def finished_runs(scale: Scale, root: Path) -> dict[tuple[str, str], Runs]:
     """The finished runs of a scale by (condition, corpus label), variant and seed.
 
     Raises:
         ValueError: for a run with a damaged file, or runs that cannot be compared.
     """
-    require_choice("scale", scale, SCALES)
     found: dict[tuple[str, str], list[RunFolder]] = defaultdict(list)
-    for summary in sorted((root / scale).glob("*/*/summary.json")):
+    for summary in sorted((root / scale.folder).glob("*/*/summary.json")):
         folder = RunFolder(summary.parent)
         check_run(folder)
         condition, _, corpus = summary.parts[-3].partition("-")

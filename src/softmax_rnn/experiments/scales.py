@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from softmax_rnn.experiments.figures import Panel
@@ -24,12 +24,13 @@ class Scale:
     """The ``RunConfig`` settings behind the conditions and corpora of panels.
 
     Attributes:
-        name: name of the scale, and of the folder of its runs.
+        name: name of the scale.
         about: one line for the command's help.
         base: settings of every run.
         conditions: further settings by condition.
         corpora: corpora by the name in a panel.
         widths: of queries and keys, in the panels that have one.
+        best: a setting, of which each variant has its best value; by default none.
     """
 
     name: str
@@ -38,6 +39,22 @@ class Scale:
     conditions: Mapping[str, Mapping[str, Any]]
     corpora: Mapping[str, Corpus]
     widths: Sequence[int] = (8, 16, 32, 64)
+    best: str = ""
+
+    def with_best(self, setting: str) -> Scale:
+        """The same scale, where each variant has its best value of a setting."""
+        return replace(self, best=setting)
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder of its runs."""
+        return f"{self.name}-{self.best}" if self.best else self.name
+
+    @property
+    def words(self) -> str:
+        """Its name in titles."""
+        best = f", the best {self.best.replace('_', ' ')} of each" if self.best else ""
+        return f"{self.name} scale{best}"
 
     def config(self, panel: Panel, variant: str, seed: int, fields: Mapping[str, Any]) -> RunConfig:
         """The configuration of a run; ``fields`` override the scale's settings.

@@ -201,7 +201,7 @@ def _outcome(run: PlannedRun, code: int) -> str:
     if not run.folder.finished:
         return "stopped" if code == ExitCode.STOPPED else f"failed ({_end_text(code)})"
     summary = run.folder.summary
-    return f"test loss {summary['test_loss']:.4f} in {summary['seconds']:.0f} s"
+    return f"{run.config.evaluate_on} loss {summary['test_loss']:.4f} in {summary['seconds']:.0f} s"
 
 
 def _end_text(code: int | None) -> str:

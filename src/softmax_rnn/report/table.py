@@ -18,6 +18,7 @@ from softmax_rnn.data.tasks import is_task
 from softmax_rnn.ops import AttentionSpec, Variant, resolve_layer
 from softmax_rnn.report.memory import LayerMemory, layer_memory
 from softmax_rnn.report.statistics import BLOCKS_ONLY, Difference, paired_runs
+from softmax_rnn.report.sweeps import read_sweep
 from softmax_rnn.report.terminal import terminal_table
 from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.folder import RunFolder
@@ -33,19 +34,20 @@ _MAY_DIFFER = ("attention", "layer", "seed", *_OF_FILES, *RunConfig.neutral_fiel
 def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
     """One row per variant; losses are means over its seeds.
 
-    Columns: variant; seeds; learning_rate; parameters; state_bytes and state_kind (of one layer,
-    see :class:`softmax_rnn.report.memory.LayerMemory`); train_loss (mean over the last tenth of the
-    run); test_loss and test_accuracy (on the full test split after the last step; accuracy is that
-    of a task's answers, and NaN for text); difference, low and high (difference to softmax with its
-    95% interval, paired by seed and block; NaN without softmax);
-    interval_over (what the interval covers: with one shared seed, test blocks only);
-    tokens_per_second (median); peak_memory_bytes (maximum); skipped_steps and loss_spikes (sums
-    over seeds).
+    Columns: variant; seeds; learning_rate; setting and value (if a setting was chosen for each
+    variant, see :mod:`softmax_rnn.report.sweeps`); parameters; state_bytes and state_kind (of one
+    layer, see :class:`softmax_rnn.report.memory.LayerMemory`); train_loss (mean over the last tenth
+    of the run); test_loss and test_accuracy (on the full test split after the last step; accuracy
+    is that of a task's answers, and NaN for text); difference, low and high (difference to softmax
+    with its 95% interval, paired by seed and block; NaN without softmax); interval_over (what the
+    interval covers: with one shared seed, test blocks only); tokens_per_second (median);
+    peak_memory_bytes (maximum); skipped_steps and loss_spikes (sums over seeds).
 
     Raises:
         ValueError: if runs cannot be compared; the message names two runs and what differs.
     """
     require_comparable(runs)
+    setting = swept_setting(runs[0])
     grouped = by_variant(runs)
     reference = grouped.get(REFERENCE, {})
     rows = []
@@ -57,6 +59,8 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
             "variant": variant,
             "seeds": len(seeds),
             "learning_rate": config.learning_rate,
+            "setting": setting,
+            "value": getattr(config, setting) if setting else None,
             "parameters": int(summaries.parameters[0]),
             "state_bytes": memory.size,
             "state_kind": memory.kind,
@@ -81,17 +85,19 @@ def results(runs: Sequence[RunFolder]) -> pd.DataFrame:
 def require_comparable(runs: Sequence[RunFolder]) -> None:
     """Raise ``ValueError`` unless the runs differ in nothing but attention and seed.
 
-    On a task variants may have different learning rates, and runs may end at different steps.
+    Variants may have different values of a setting that was chosen for each of them. On a task
+    runs may end at different steps.
     """
-    rates: dict[str, RunFolder] = {}
+    values: dict[str, RunFolder] = {}
     for run in runs:
         run.check_same_attention()
-        same = rates.setdefault(label(run), run)
-        if run.config.learning_rate != same.config.learning_rate:
+        same = values.setdefault(label(run), run)
+        setting = swept_setting(run) or "learning_rate"
+        here, there = (getattr(each.config, setting) for each in (run, same))
+        if here != there:
             raise ValueError(
-                f"{same.path} and {run.path} are runs of one variant with different learning rates "
-                f"({same.config.learning_rate:g} and {run.config.learning_rate:g}). "
-                "Report on them separately."
+                f"{same.path} and {run.path} are runs of one variant with different values of "
+                f"{setting} ({there} and {here}). Report on them separately."
             )
     first = _conditions(runs[0])
     for run in runs[1:]:
@@ -106,13 +112,19 @@ def _conditions(run: RunFolder) -> dict[str, Any]:
     fields = run.config.to_dict()
     for name in _MAY_DIFFER:
         del fields[name]
-    if is_task(run.config.corpus):  # each family has the best of its own
-        del fields["learning_rate"]
-    found = {**fields, **run.corpus, "test blocks": len(run.test_losses)}
+    if setting := swept_setting(run):  # each variant has the best of its own
+        del fields[setting]
+    found = {**fields, "chosen setting": setting, **run.corpus, "test blocks": len(run.test_losses)}
     if run.config.stop_at_accuracy is not None:  # runs may end at different steps
         return found
     rows = {"metrics": len(run.metrics), "evaluations": len(run.evaluations)}
     return found | {f"rows of {name}.jsonl": count for name, count in rows.items()}
+
+
+def swept_setting(run: RunFolder) -> str:
+    """The setting whose value was chosen for each variant of a run's folder; empty for none."""
+    found = read_sweep(run.path.parent)
+    return found["setting"] if found else ""
 
 
 def by_variant(runs: Sequence[RunFolder]) -> dict[str, dict[int, RunFolder]]:
@@ -177,11 +189,11 @@ def may_name(name: str, attention: Variant) -> bool:
 
 def cells(table: pd.DataFrame) -> list[list[str]]:
     """The table's cells as text, header first; columns that tell nothing are dropped."""
-    rates = table.learning_rate.unique()
+    setting = table.setting.iloc[0]
     shown = {
         "variant": table.variant,
         "seeds": table.seeds.map(str),
-        **({} if len(rates) == 1 else {"learning rate": table.learning_rate.map("{:g}".format)}),
+        **({setting.replace("_", " "): table.value.map(_plain_number)} if setting else {}),
         "parameters": table.parameters.map("{:,}".format),
         "train loss": table.train_loss.map("{:.4f}".format),
         "test loss": table.test_loss.map("{:.4f}".format),
@@ -200,6 +212,10 @@ def cells(table: pd.DataFrame) -> list[list[str]]:
         **{title: table[x].map("{:,}".format) for x, title in _EVENTS.items() if table[x].any()},
     }
     return [list(shown), *(list(row) for row in zip(*shown.values(), strict=True))]
+
+
+def _plain_number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def difference_text(row: Mapping[Any, Any]) -> str:

@@ -28,6 +28,7 @@ from softmax_rnn.sizes import SIZES
 
 Precision = Literal["auto", "fp32", "bf16"]
 Packing = Literal["blocks", "documents"]
+HeldOut = Literal["test", "validation"]
 Compile = bool | Literal["auto"]
 Objective = Literal["language", "transfer"]
 STAGES = ("fit", "transfer", "finetune", "report")  # of a conversion
@@ -90,6 +91,8 @@ class TrainingConfig:
         block_size: tokens per block.
         test_fraction: share of the documents held out.
         split_seed: draws the documents held out.
+        evaluate_on: ``test``, or ``validation`` to choose settings: another ``test_fraction`` of
+            the documents is held out, in place of the test split, which is not read.
         max_tokens: approximate limit on the number of prepared tokens; by default unlimited.
         packing: ``blocks`` of tokens, packed across document boundaries; or ``documents``, one per
             row, truncated or padded to block_size, sampled with replacement (as in the authors'
@@ -140,6 +143,7 @@ class TrainingConfig:
     block_size: BlockSize = 256
     test_fraction: Fraction = 0.02
     split_seed: Seed = 123
+    evaluate_on: HeldOut = "test"
     max_tokens: PositiveInt | None = None
     packing: Packing = "blocks"
 

@@ -29,6 +29,7 @@ from softmax_rnn.data import (
     TaskCorpus,
     TaskRows,
     TokenBlocks,
+    ValidationCorpus,
     check,
     is_task,
     left_out,
@@ -114,10 +115,12 @@ def load_rows(
             )
     if is_task(config.corpus):
         task = parse_task(config.corpus, config.block_size)
-        test_rows = TaskRows(task.for_testing(), "test", config.split_seed)
+        test_rows = TaskRows(task.for_testing(), config.evaluate_on, config.split_seed)
         return TaskCorpus.of(task, test_rows), TaskRows(task, "train", config.seed), test_rows
     corpus = load_corpus(config, create=create)
     corpus.check_unchanged()
+    if config.evaluate_on == "validation":
+        corpus = ValidationCorpus.of(corpus, config.test_fraction, config.split_seed)
     rows = DocumentRows if config.packing == "documents" else TokenBlocks
     train, test = (rows(corpus, split, config.block_size) for split in SPLITS)
     return corpus, train, test
