@@ -65,7 +65,12 @@ OPTIONS: dict[str, tuple[dict[str, object], set[str]]] = {
         {"short_convolution": 2, "convolution_activation": "swish"},
         {"short_convolution.kernel"},
     ),
+    "convolution_bias": (
+        {"short_convolution": 2, "convolution_bias": True},
+        {"short_convolution.kernel", "short_convolution.bias"},
+    ),
     "skip": ({"skip": True}, {"skip_weight"}),
+    "skip_per_channel": ({"skip": True, "skip_per_channel": True}, {"skip_weight"}),
     "merged_norm": ({"merged_norm": True}, {"merged_norm_weight"}),
 }
 
@@ -90,7 +95,7 @@ def test_an_option_adds_its_parameters_and_changes_the_output(name: str) -> None
     plain.load_state_dict(weights)
     same = plain(x, position_embeddings=(angles.cos(), angles.sin()))
     # A convolution, a temperature start as if they were not there.
-    neutral = name in ("temperature", "convolution")
+    neutral = name in ("temperature", "convolution", "convolution_bias")
     assert torch.allclose(out, same, atol=1e-5) == neutral
 
 
@@ -220,7 +225,7 @@ def test_a_sequence_may_be_cut_anywhere(name: str, options: dict[str, int]) -> N
         out, state = layer(part, state=state, return_state=True)
         parts.append(out)
     torch.testing.assert_close(torch.cat(parts, dim=1), layer(x))
-    assert (state.inputs is None) == (not options)
+    assert (state.inputs is None) == (not layer.options.short_convolution)
 
 
 def _move(layer: Attention) -> None:

@@ -22,6 +22,8 @@ from softmax_rnn.ops.variants import FAMILIES, WHOLE
 # What the layer of a name adds, for which the operation has no argument.
 BESIDE = {
     "mamba2": "skip=True, merged_norm=True",
+    "2mamba": "short_convolution=2",
+    "2mamba_e": "short_convolution=2",
     "based": "qk_dim=16",
     "rebased": "feature_map='rebased'",
     "taylorshift": "feature_map='cosine', temperature=True",
@@ -71,10 +73,12 @@ CHANGED: dict[str, tuple[object, ...]] = {
     "feature_map": tuple(x for x in get_args(LayerFeatureMap) if x != "none"),
     **{"qk_dim": (3, 8), "num_features": (3,), "cosine_length": (9,)},
     **{"short_convolution": (3,), "convolution_activation": ("swish",)},
-    **{"decay_rule": ("time_step",), "gate_activation": ("swish",)},
+    **{"decay_rule": ("time_step", "softplus"), "gate_activation": ("swish",)},
+    **{"input_activation": ("softplus",)},
     **dict.fromkeys(
         ("map_before_rotary", "temperature", "gate_per_channel", "skip", "merged_norm"), (True,)
     ),
+    **dict.fromkeys(("convolution_bias", "skip_per_channel"), (True,)),
     **dict.fromkeys(("rotary", "norm_weight"), (False,)),
 }
 

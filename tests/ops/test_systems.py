@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +88,35 @@ def gla(layer: sr.Attention, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tens
     alpha = layer.decay.up(layer.decay.down(x)).sigmoid() ** (1 / 16)
     alpha = per_head(alpha.unflatten(-1, (KV_HEADS, -1)).transpose(1, 2))
     return swish_gate(layer, x) * rms(recurrence(q, k / math.sqrt(8), v, alpha))
+
+
+def convolved(layer: sr.Attention, x: Tensor, width: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of every head after 2Mamba's convolution."""
+    parts = []
+    kernel, bias = layer.short_convolution.kernel, layer.short_convolution.bias
+    flat = torch.cat([proj(x) for proj in (layer.q_proj, layer.k_proj, layer.v_proj)], -1)
+    out = torch.zeros_like(flat) if bias is None else bias.expand_as(flat)
+    for back in range(width):
+        earlier = F.pad(flat, (0, 0, back, 0))[:, :TOKENS]
+        out = out + kernel[:, -1 - back] * earlier
+    for part, heads in zip(out.split((32, 16, 16), -1), (HEADS, KV_HEADS, KV_HEADS), strict=True):
+        parts.append(part.unflatten(-1, (heads, -1)).transpose(1, 2))
+    return parts[0], per_head(parts[1]), per_head(parts[2])
+
+
+def softplus_decay(layer: sr.Attention, x: Tensor) -> Tensor:
+    return fading(per_head(-F.softplus(layer.decay.proj(x)).transpose(1, 2)))
+
+
+def two_mamba(layer: sr.Attention, x: Tensor, *_: Tensor) -> Tensor:
+    q, k, v = convolved(layer, x)
+    weights = ((q @ k.mT) ** 2 / 8 * softplus_decay(layer, x).exp()).tril()
+    return weights / weights.sum(-1, keepdim=True) @ v
+
+
+def two_mamba_e(layer: sr.Attention, x: Tensor, *_: Tensor) -> Tensor:
+    q, k, v = convolved(layer, x)
+    return masked(q @ k.mT / math.sqrt(8) + softplus_decay(layer, x)).softmax(-1) @ v
 
 
 def forgetting(layer: sr.Attention, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -228,6 +258,8 @@ FORMULAS: dict[str, System] = {
     "retnet": retnet,
     "mamba2": mamba2,
     "gla": gla,
+    "2mamba": two_mamba,
+    "2mamba_e": two_mamba_e,
     "forgetting": forgetting,
     "gated_attention": gated_attention,
     "attention_sink": attention_sink,
@@ -248,14 +280,14 @@ FORMULAS: dict[str, System] = {
 }
 
 
-def built(name: str) -> sr.Attention:
+def built(name: str | sr.AttentionSpec, options: dict[str, Any] | None = None) -> sr.Attention:
     """A layer with parameters of its own that are not at their initial values."""
     torch.manual_seed(0)
-    spec = sr.variant(name)
+    spec = sr.variant(name) if isinstance(name, str) else name
     if name == "window_taylor:2":
         spec = sr.AttentionSpec.from_dict({**spec.to_dict(), "window": 3})
-    options = sr.layer_options(name)
-    layer = sr.Attention(32, HEADS, spec, num_kv_heads=KV_HEADS, options=options).double()
+    given = options if isinstance(name, sr.AttentionSpec) else sr.layer_options(name)
+    layer = sr.Attention(32, HEADS, spec, num_kv_heads=KV_HEADS, options=given).double()
     if name == "retnet":
         layer.decay.reset_parameters()  # in float64
     with torch.no_grad():
@@ -294,6 +326,102 @@ def _by_formula(*args: Tensor, state: None, return_state: bool, **options: Tenso
 
 def test_every_system_has_its_formula() -> None:
     assert {name.partition(":")[0] for name in FORMULAS} == set(SYSTEMS)
+
+
+# The steps by which 2Mamba was built up: what each changes of its layer, and the weights, which it
+# is given after the convolution. Options of its layer, of its spec, and the formula.
+LINEAR = {"series": "power", "order": 1, "feature_map": "relu", "scale": 1.0}
+SQUARE = {"series": "power", "order": 2}
+CONVOLVED = {"short_convolution": 2, "convolution_bias": True, "rotary": False}
+SOFTPLUS = {**CONVOLVED, "decay_rule": "softplus"}
+STEPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "linear": (LINEAR, {"rotary": False}),
+    "linear, norm": ({**LINEAR, "denominator": "none"}, {"rotary": False, "merged_norm": True}),
+    "convolution of 2": (LINEAR, CONVOLVED),
+    "convolution of 3": (LINEAR, {**CONVOLVED, "short_convolution": 3}),
+    "convolution of 4, silu": (
+        LINEAR,
+        {**CONVOLVED, "short_convolution": 4, "convolution_activation": "swish"},
+    ),
+    "softplus": ({**LINEAR, "decay": "token"}, SOFTPLUS),
+    "Mamba-2's decay": (
+        {**LINEAR, "decay": "token", "input_gate": True},
+        {**CONVOLVED, "decay_rule": "time_step"},
+    ),
+    "D": ({**LINEAR, "decay": "token"}, {**SOFTPLUS, "skip": True, "skip_per_channel": True}),
+    "Z": (
+        {**LINEAR, "decay": "token", "output_gate": "after_norm"},
+        {**SOFTPLUS, "gate_activation": "swish", "gate_per_channel": True},
+    ),
+    "dt": (
+        {**LINEAR, "decay": "token", "input_gate": True},
+        {**SOFTPLUS, "input_activation": "softplus"},
+    ),
+    "square": ({**SQUARE, "decay": "token"}, SOFTPLUS),
+    "square, norm": (
+        {**SQUARE, "decay": "token", "denominator": "none"},
+        {**SOFTPLUS, "merged_norm": True},
+    ),
+    "exp": ({"decay": "token"}, SOFTPLUS),
+}
+
+
+def step_by_hand(layer: sr.Attention, x: Tensor) -> Tensor:
+    """The outputs [B, T, hidden_size] of any of these layers, from its weights."""
+    spec, options = layer.spec, layer.options
+    if options.short_convolution:
+        flat = convolved(layer, x, options.short_convolution)
+        q, k, v = (F.silu(y) if options.convolution_activation == "swish" else y for y in flat)
+    else:
+        projected = ((layer.q_proj, HEADS), (layer.k_proj, KV_HEADS), (layer.v_proj, KV_HEADS))
+        q, k, v = (f(x).unflatten(-1, (heads, -1)).transpose(1, 2) for f, heads in projected)
+        k, v = per_head(k), per_head(v)
+    if spec.series == "exp":
+        weights = (q @ k.mT / math.sqrt(8)).exp()
+    else:
+        weights = q.relu() @ k.relu().mT if spec.order == 1 else (q @ k.mT) ** 2 / 8
+    added = v
+    if options.decay_rule == "softplus":
+        weights = weights * softplus_decay(layer, x).exp()
+    if options.decay_rule == "time_step":
+        dt = F.softplus(layer.decay.proj(x) + layer.decay.bias).transpose(1, 2)
+        rate = -layer.decay.log_rate.exp()[:, None]
+        weights = weights * fading(per_head(rate * dt)).exp()
+        added = per_head(dt)[..., None] * v
+    if options.input_activation == "softplus":
+        added = per_head(F.softplus(layer.input_gate(x)).transpose(1, 2))[..., None] * v
+    weights = weights.tril()
+    out = weights @ added
+    if spec.denominator != "none":
+        total = weights.sum(-1, keepdim=True)
+        out = out / total.masked_fill(total == 0, 1.0)  # relu: a row may have no weight
+    if options.skip:
+        out = out + layer.skip_weight[:, None] * v
+    if spec.output_gate != "none":
+        out = out * F.silu(layer.output_gate(x)).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    out = out.transpose(1, 2).flatten(2)
+    if options.merged_norm:
+        out = rms(out, layer.merged_norm_weight)
+    found: Tensor = layer.o_proj(out)
+    return found
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_step_of_2mamba_is_its_formula(name: str) -> None:
+    """Also token by token, where there is a state."""
+    spec, options = STEPS[name]
+    layer = built(sr.AttentionSpec.from_dict(spec), options)
+    x = torch.randn(2, TOKENS, 32).double()
+    expected = step_by_hand(layer, x)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-10, atol=1e-10)
+    assert expected.std() > 1e-3
+    if not layer.spec.has_state:
+        return
+    state, outs = None, []
+    for token in x.split((3, *[1] * (TOKENS - 3)), 1):
+        out, state = layer(token, state=state, return_state=True)
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, 1), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

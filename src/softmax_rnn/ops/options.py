@@ -12,13 +12,15 @@ from softmax_rnn._utils.errors import require_choice, unknown
 LayerFeatureMap = Literal[
     "none", "cosine", "hedgehog", "squared_relu", "rebased", "performer", "rfa", "cosformer"
 ]  # fmt: skip
-DecayRule = Literal["standard", "time_step"]
+DecayRule = Literal["standard", "time_step", "softplus"]
+InputActivation = Literal["sigmoid", "softplus"]
 GateActivation = Literal["sigmoid", "swish"]
 ConvolutionActivation = Literal["none", "swish"]
 
 _CHOICES = {
     "feature_map": get_args(LayerFeatureMap),
     "decay_rule": get_args(DecayRule),
+    "input_activation": get_args(InputActivation),
     "gate_activation": get_args(GateActivation),
     "convolution_activation": get_args(ConvolutionActivation),
 }
@@ -34,7 +36,9 @@ _FLAGS = (
     "temperature",
     "gate_per_channel",
     "norm_weight",
+    "convolution_bias",
     "skip",
+    "skip_per_channel",
     "merged_norm",
 )
 
@@ -65,16 +69,19 @@ class LayerOptions:
         temperature: whether each head multiplies its queries by a learned positive number.
         short_convolution: number of tokens of a causal convolution of each channel of queries, keys
             and values, after the projection; 0 for none.
+        convolution_bias: whether the convolution adds a learned bias to each channel.
         convolution_activation: what follows the convolution: ``none`` or ``swish``.
         decay_rule: how the decay is computed: ``standard`` (RetNet's fixed decays per head, the
-            forget gate of the forgetting transformer per token, GLA's gate per channel), or
+            forget gate of the forgetting transformer per token, GLA's gate per channel),
             ``time_step`` (Mamba-2's, per token; with the spec's input gate, the time step is that
-            gate as well).
+            gate as well), or ``softplus`` (2Mamba's, ``-softplus(W x)`` per token).
+        input_activation: of the spec's input gate: ``sigmoid`` or ``softplus``.
         gate_activation: of the output gate: ``sigmoid`` or ``swish``.
         gate_per_channel: whether the output gate has a value per channel, or one per head.
         norm_weight: whether the spec's RMS or layer norm has a learned weight and bias.
         skip: whether ``D_h * v_t`` is added to the output, before an output gate, with ``D_h``
             learned per head.
+        skip_per_channel: whether ``D_h`` has a value per channel.
         merged_norm: whether an RMS norm with a learned weight acts over all heads together, before
             the last projection.
 
@@ -91,12 +98,15 @@ class LayerOptions:
     cosine_length: int = 2048
     temperature: bool = False
     short_convolution: int = 0
+    convolution_bias: bool = False
     convolution_activation: ConvolutionActivation = "none"
     decay_rule: DecayRule = "standard"
+    input_activation: InputActivation = "sigmoid"
     gate_activation: GateActivation = "sigmoid"
     gate_per_channel: bool = False
     norm_weight: bool = True
     skip: bool = False
+    skip_per_channel: bool = False
     merged_norm: bool = False
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@
 | ``retnet``          | RetNet (Sun et al., 2023)                               |
 | ``mamba2``          | Mamba-2, without its convolution (Dao and Gu, 2024)     |
 | ``gla``             | gated linear attention (Yang et al., 2024)              |
+| ``2mamba``          | 2Mamba (Mongaras and Larson, 2026); ``2mamba_e``: exp   |
 | ``forgetting``      | the forgetting transformer (Lin et al., 2025)           |
 | ``gated_attention`` | gated attention (Qiu et al., 2025)                      |
 | ``attention_sink``  | the learned sinks of gpt-oss (2025)                     |
@@ -55,6 +56,11 @@ _RETENTION_LAYER = Layer(norm_weight=False, gate_activation="swish", gate_per_ch
 _FEATURES = Spec(series="power", order=1, scale=1.0)
 _POSITIVE_FEATURES = replace(_FEATURES, feature_map="relu")
 
+# 2Mamba's layer: the decay shows the order of tokens.
+_SEQUEL_LAYER = Layer(
+    rotary=False, decay_rule="softplus", short_convolution=2, convolution_bias=True
+)  # fmt: skip
+
 # The systems with `rotary=False` show the order of tokens by a decay or by cosFormer's map.
 SYSTEMS: dict[str, Variant] = {
     # Linear attention that forgets.
@@ -66,6 +72,9 @@ SYSTEMS: dict[str, Variant] = {
         ),
     ),
     "gla": Variant(replace(_RETENTION, decay="channel"), replace(_RETENTION_LAYER, rotary=False)),
+    # The paper's sequel.
+    "2mamba": Variant(replace(_SQUARE, decay="token"), _SEQUEL_LAYER),
+    "2mamba_e": Variant(Spec(decay="token"), _SEQUEL_LAYER),
     # Softmax with a decay, a gate per channel, a sink.
     "forgetting": Variant(Spec(decay="token"), Layer(rotary=False)),
     "gated_attention": Variant(Spec(output_gate="after_norm"), Layer(gate_per_channel=True)),

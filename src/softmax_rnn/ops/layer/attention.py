@@ -80,7 +80,8 @@ class Attention(AttentionCore):
         self.v_proj = nn.Linear(hidden_size, values, bias=bias)
         self.o_proj = nn.Linear(outputs, hidden_size, bias=bias)
         width = self.options.short_convolution
-        self.short_convolution = ShortConvolution(queries + keys + values, width) if width else None
+        channels, biased = queries + keys + values, self.options.convolution_bias
+        self.short_convolution = ShortConvolution(channels, width, biased) if width else None
         self.add_parts(hidden_size, num_heads, num_kv_heads, self.qk_dim, head_dim)
 
     def project(

@@ -22,7 +22,12 @@ from softmax_rnn.ops.options import LayerOptions
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.variants import resolve_layer
 
-ACTIVATIONS = {"none": lambda x: x, "sigmoid": torch.sigmoid, "swish": nn.functional.silu}
+ACTIVATIONS = {
+    "none": lambda x: x,
+    "sigmoid": torch.sigmoid,
+    "swish": nn.functional.silu,
+    "softplus": nn.functional.softplus,
+}
 
 
 class Projected(NamedTuple):
@@ -68,8 +73,8 @@ class AttentionCore(LayerPart):
     - ``norm_weight``, ``norm_bias`` [head_dim]: of RMS and layer norms, shared by the heads.
     - ``coefficient_logit`` [H, N + 1]: learned coefficients are ``exp(logit) / n!``.
     - ``sink``, ``outside_logit`` [H]: the sink, and the logarithm of the outside scale.
-    - ``temperature_logit``, ``skip_weight`` [H], ``merged_norm_weight`` [H * head_dim]: of the
-      options ``temperature``, ``skip`` and ``merged_norm``.
+    - ``temperature_logit`` [H], ``skip_weight`` [H] or [H, head_dim], ``merged_norm_weight``
+      [H * head_dim]: of the options ``temperature``, ``skip`` and ``merged_norm``.
 
     Args:
         spec: an :class:`AttentionSpec` or a variant's name, which means its options as well.
@@ -158,7 +163,7 @@ class AttentionCore(LayerPart):
         """Of each parameter: whether it is needed, its shape, its initial value."""
         spec, options, width = self.spec, self.options, self.head_dim
         weighted = spec.norm in ("rms", "layer") and options.norm_weight
-        terms = 1 + (spec.order or 0)
+        terms, per_channel = 1 + (spec.order or 0), options.skip_per_channel
         return {
             "length_logit": (spec.denominator == "learned_length", (heads,), 0.5),
             "norm_weight": (weighted, (width,), 1.0),
@@ -167,7 +172,7 @@ class AttentionCore(LayerPart):
             "sink": (spec.denominator == "sum_plus_sink", (heads,), 0.0),
             "outside_logit": (spec.outside == "series", (heads,), 0.0),
             "temperature_logit": (options.temperature, (heads,), 0.0),
-            "skip_weight": (options.skip, (heads,), 1.0),
+            "skip_weight": (options.skip, (heads, width) if per_channel else (heads,), 1.0),
             "merged_norm_weight": (options.merged_norm, (heads * width,), 1.0),
         }
 
@@ -213,7 +218,8 @@ class AttentionCore(LayerPart):
             # As precise as it is in a cache, beside the keys.
             log_decay = log_decay if log_decay.ndim == 1 else log_decay.to(dtype)
         if self.input_gate is not None:
-            gate = self.input_gate(hidden_states).sigmoid().transpose(1, 2)
+            activation = ACTIVATIONS[self.options.input_activation]
+            gate = activation(self.input_gate(hidden_states)).transpose(1, 2)
         return log_decay, None if gate is None or not self.spec.input_gate else gate.to(dtype)
 
     def attend(self, hidden_states: Tensor, projected: Projected, **options: Any) -> Any:
@@ -245,7 +251,8 @@ class AttentionCore(LayerPart):
         out, state = result if options.get("return_state") else (result, None)
         if skip is not None:
             v = projected.ungated.repeat_interleave(out.shape[1] // projected.ungated.shape[1], 1)
-            out = out + skip.to(v.dtype)[:, None, None] * v
+            factor = skip if skip.ndim == 2 else skip.unsqueeze(-1)  # [H, 1 or E]
+            out = out + factor.to(v.dtype).unsqueeze(1) * v
             if gate is not None:
                 out = out * (gate if gate.ndim == 4 else gate.unsqueeze(-1)).to(out.dtype)
         if state is None:

@@ -93,6 +93,18 @@ class TimeStep(LayerDecay):
         return -self.log_rate.exp().unsqueeze(-1) * step, step
 
 
+class SoftplusDecay(LayerDecay):
+    """2Mamba's: ``-softplus(w_h . x)``, without a bias."""
+
+    def __init__(self, hidden_size: int, kv_heads: int, width: int) -> None:
+        super().__init__(hidden_size, kv_heads, width)
+        self.proj = nn.Linear(hidden_size, kv_heads, bias=False)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+        """One per token and head: [B, Hkv, T]."""
+        return -F.softplus(_precise(self.proj(hidden_states))).transpose(1, 2), None
+
+
 class ChannelDecay(LayerDecay):
     """GLA's: ``log sigmoid(W_2 W_1 x + b) / 16``, with ``W_1`` of rank 16."""
 
@@ -114,6 +126,7 @@ _DECAYS: dict[tuple[str, str], type[LayerDecay]] = {
     ("standard", "token"): ForgetGate,
     ("standard", "channel"): ChannelDecay,
     ("time_step", "token"): TimeStep,
+    ("softplus", "token"): SoftplusDecay,
 }
 
 

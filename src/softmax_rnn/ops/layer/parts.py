@@ -25,20 +25,23 @@ class LayerPart(nn.Module):
 class ShortConvolution(LayerPart):
     """A causal convolution of each channel, ``y_t = sum_i kernel_i x_{t - width + 1 + i}``.
 
-    It starts as the identity: ``y_t = x_t``.
+    It starts as the identity: ``y_t = x_t``. With ``bias``, each channel adds a number, at first 0.
     """
 
-    def __init__(self, channels: int, width: int) -> None:
+    def __init__(self, channels: int, width: int, bias: bool = False) -> None:
         super().__init__()
         self.kernel = nn.Parameter(torch.empty(channels, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the factor of the newest token to 1, the others to 0."""
+        """Set the factor of the newest token to 1, the others and the bias to 0."""
         newest = torch.zeros(self.kernel.shape[1])
         newest[-1] = 1.0
         with torch.no_grad():
             self.kernel.copy_(newest)
+            if self.bias is not None:
+                self.bias.zero_()
 
     def forward(
         self, x: Tensor, shown: Tensor | None, earlier: Tensor | None
@@ -64,7 +67,8 @@ class ShortConvolution(LayerPart):
         kernel = self.kernel.to(x.dtype).unsqueeze(1)
         if not x.numel():  # convolutions need an output
             return x, padded[:, x.shape[1] :].clone()
-        out = F.conv1d(padded.mT, kernel, groups=len(kernel)).mT
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        out = F.conv1d(padded.mT, kernel, bias, groups=len(kernel)).mT
         if order is not None:
             before = earlier.shape[1]
             out = taken(out, (order.argsort(dim=1)[:, before:] - before).clamp(min=0), dim=1)
