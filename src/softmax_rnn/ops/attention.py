@@ -302,6 +302,8 @@ def _sums(call: Call, plan: Plan) -> RowSums:
     if spec.scale_free:
         given = spec, call.causal, mask, call.log_decay, call.stateful
         q, log_scale = scaled_for_powers(q, k, *given)
+        if plan.form.maps:  # kernels take one type; of float16 these queries are float32
+            k, v = k.to(q.dtype), v.to(q.dtype)
     if not plan.form.maps and spec.feature_map != "identity":
         q, k = (FEATURE_MAPS[spec.feature_map](x) for x in (q, k))
     options: dict[str, Any] = {"causal": call.causal, "mask": mask, **plan.options}

@@ -170,8 +170,6 @@ def _triton_refuses(s: Signature) -> str:
     width = max(s.width, s.v[3])
     if width > triton.MAX_WIDTH:
         return f"heads of width {width}"
-    if s.dtype == torch.float16 and s.spec.scale_free:  # its queries are scaled in float32
-        return "a single power of float16 inputs"
     float64_cosine = s.dtype == torch.float64 and s.spec.feature_map == "cosine"
     if float64_cosine and width > triton.MAX_FLOAT64_COSINE:
         return f"float64 cosines of width {width}"
@@ -189,7 +187,9 @@ def _triton_leaves(s: Signature) -> str:
 
 def _unproven(s: Signature, kind: proof.Kind) -> str:
     of_sizes = s.width, s.v[3], s.types[1]
-    return "" if s.numbers == "no" else proof.failure(kind, s.spec, s.dtype, *of_sizes)
+    scaled = s.dtype == torch.float16 and s.spec.scale_free  # in float32
+    dtype = torch.float32 if scaled else s.dtype
+    return "" if s.numbers == "no" else proof.failure(kind, s.spec, dtype, *of_sizes)
 
 
 def _interpreted() -> bool:

@@ -130,6 +130,16 @@ def test_float16_sums_may_leave_its_range(device: str) -> None:
     check(make_case(spec, shape=SMALL), device, torch.float16)
 
 
+@pytest.mark.parametrize(("order", "size"), [(8, 1e-3), (12, 100.0)])
+def test_powers_of_float16_queries_of_any_size(order: int, size: float, device: str) -> None:
+    spec = AttentionSpec(series="power", order=order)
+    q, k, v = torch.randn(3, 1, 1, 20, 16, device=device).unbind(0)
+    q, k, v = (x.half() for x in (q * size, k * size, v))
+    expected = sr.attention(q.double(), k.double(), v.double(), spec, form="dense")
+    found = sr.attention(q, k, v, spec, form="triton").double()
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
+
+
 @pytest.mark.parametrize(("name", "mask"), [*zip(COMPUTED, itertools.cycle(MASKS))])
 def test_decays_polynomials_and_windows(name: str, mask: str, device: str) -> None:
     """Keys of more tiles than a window has."""
