@@ -14,10 +14,11 @@ from rich.console import Console
 
 from made_up import made_up
 from softmax_rnn.experiments.claims import CLAIMS, OWN, PAPER, Check
-from softmax_rnn.experiments.figures import FIGURES
+from softmax_rnn.experiments.figures import ATTENTIONS, FIGURES
 from softmax_rnn.experiments.scales import SCALES
 from softmax_rnn.experiments.verdicts import examine, judge, rich_verdicts, verdict_table
 from softmax_rnn.ops.variants import resolve_layer
+from softmax_rnn.report.table import may_name
 from softmax_rnn.training.folder import RunFolder, append_row
 from softmax_rnn.training.metrics import loss_spikes
 
@@ -171,7 +172,11 @@ def test_every_figure_names_variants_that_exist(figure: str) -> None:
         pytest.importorskip("softmax_rnn.ops.systems")
     for panel in FIGURES[figure].panels:
         for variant in panel.variants:
-            resolve_layer(variant)
+            attention = DEMO.config(panel, variant, 0, {}).variant
+            if variant in ATTENTIONS:
+                assert may_name(variant, attention)  # of a run's folder, in tables
+            elif not DEMO.conditions[panel.condition].get("layer") and panel.width is None:
+                assert attention == resolve_layer(variant)
 
 
 def test_our_own_claims_are_apart(tmp_path: Path) -> None:

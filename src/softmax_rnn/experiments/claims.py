@@ -10,7 +10,7 @@ from typing import Any, Literal
 from softmax_rnn.experiments.figures import LINEAR, ORDERS, SERIES_OF_RECALL, THREE
 
 # Whose claims: headings of the tables.
-PAPER, OWN = "The paper's claims", "Our own claims"
+PAPER, SEQUEL, OWN = "The paper's claims", "The claims of its sequel", "Our own claims"
 # Margins of the checks, in nats per token.
 EQUAL, CLEAR, SLIGHT, NEAR = 0.03, 0.05, 0.1, 0.1
 
@@ -65,7 +65,7 @@ class Check:
 class Claim:
     """A sentence, the figures whose runs can decide it, and its checks.
 
-    The source is ``PAPER`` or ``OWN``; each numbers its claims.
+    The source is ``PAPER``, ``SEQUEL`` or ``OWN``; each numbers its claims.
     """
 
     source: str
@@ -214,11 +214,54 @@ _RECALL_CLAIMS: tuple[tuple[str, tuple[Check, ...]], ...] = (
         _recalls("worse", *((f"taylor_elu:{n}", f"taylor:{n}") for n in (1, 2, 4))),
     ),
 )
+# Of the sequel: "2Mamba2Furious: Linear in complexity, competitive in accuracy" (2026).
+_SEQUEL_CLAIMS: tuple[tuple[str, tuple[Check, ...]], ...] = (
+    (
+        "A convolution of two tokens helps linear attention; more tokens or silu add little.",
+        (
+            Check("linear_convolution2", "better", "linear", CLEAR),
+            *_each(
+                ("linear_convolution3", "linear_convolution4", "linear_convolution2_silu"),
+                "equal", ("linear_convolution2",), CLEAR,
+            ),
+        ),
+    ),
+    (
+        "A softplus decay helps more than Mamba-2's.",
+        (
+            Check("linear_softplus", "better", "linear_convolution2", CLEAR),
+            Check("linear_softplus", "better", "linear_mamba_decay"),
+        ),
+    ),
+    (
+        "D, Z and a time step add little.",
+        _each(
+            ("linear_softplus_d", "linear_softplus_z", "linear_softplus_dt"),
+            "equal", ("linear_softplus",), EQUAL,
+        ),
+    ),
+    (
+        "The square helps, and reaches softmax.",
+        (
+            Check("2mamba", "better", "linear_softplus"),
+            Check("2mamba", "no worse", "softmax", EQUAL),
+            Check("2mamba", "better", "mamba2"),
+        ),
+    ),
+    (
+        "Exp in place of the square is no worse than softmax.",
+        _each(["2mamba_e"], "no worse", ["softmax"], EQUAL),
+    ),
+)  # fmt: skip
 _OWN_CLAIMS = (
     *((text, ("family",), checks) for text, checks in _FAMILY_CLAIMS),
     *((text, ("recall",), checks) for text, checks in _RECALL_CLAIMS),
 )
 CLAIMS = (
     *(Claim(PAPER, number, *claim) for number, claim in enumerate(_CLAIMS, start=1)),
+    *(
+        Claim(SEQUEL, number, text, ("sequel",), checks)
+        for number, (text, checks) in enumerate(_SEQUEL_CLAIMS, start=1)
+    ),
     *(Claim(OWN, number, *claim) for number, claim in enumerate(_OWN_CLAIMS, start=1)),
 )

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from softmax_rnn._utils.errors import unknown
+
+
+class Own(NamedTuple):
+    """An attention of a figure that is no variant: fields of its spec, and of its layer."""
+
+    spec: Mapping[str, Any]
+    layer: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -15,7 +22,7 @@ class Panel:
 
     Attributes:
         title: the paper's name for it; if empty, the title of its corpus.
-        variants: names, as ``compare`` takes them.
+        variants: names, as ``compare`` takes them, or of ``ATTENTIONS``.
         corpus: key into the scale's corpora: ``pile``, ``slimpajama``, ``fineweb``, ``recall`` or a
             task.
         condition: key into the scale's conditions: ``base``, ``large`` (larger model), ``long``
@@ -100,6 +107,42 @@ _ON_TASKS = (
     *("softmax", "norm", "forgetting", "linear_elu", "linear_elu+decay"),
     *("taylor:2", "taylor:2+decay", "mamba2"),
 )
+# The steps by which the paper's sequel builds up 2Mamba (docs/related-systems.md).
+_LINEAR = {"series": "power", "order": 1, "feature_map": "relu", "scale": 1.0}
+_FADING = {**_LINEAR, "decay": "token"}
+_PLAIN = {"rotary": False}
+_CONVOLVED = {**_PLAIN, "short_convolution": 2, "convolution_bias": True}
+_SOFTPLUS = {**_CONVOLVED, "decay_rule": "softplus"}
+ATTENTIONS: dict[str, Own] = {
+    "linear": Own(_LINEAR, _PLAIN),
+    "linear_norm": Own({**_LINEAR, "denominator": "none"}, {**_PLAIN, "merged_norm": True}),
+    **{
+        f"linear_convolution{width}": Own(_LINEAR, {**_CONVOLVED, "short_convolution": width})
+        for width in (2, 3, 4)
+    },
+    "linear_convolution2_silu": Own(_LINEAR, {**_CONVOLVED, "convolution_activation": "swish"}),
+    "linear_mamba_decay": Own(
+        {**_FADING, "input_gate": True}, {**_CONVOLVED, "decay_rule": "time_step"}
+    ),
+    "linear_softplus": Own(_FADING, _SOFTPLUS),
+    "linear_softplus_d": Own(_FADING, {**_SOFTPLUS, "skip": True, "skip_per_channel": True}),
+    "linear_softplus_z": Own(
+        {**_FADING, "output_gate": "after_norm"},
+        {**_SOFTPLUS, "gate_activation": "swish", "gate_per_channel": True},
+    ),
+    "linear_softplus_dt": Own(
+        {**_FADING, "input_gate": True}, {**_SOFTPLUS, "input_activation": "softplus"}
+    ),
+    "2mamba_norm": Own(
+        {"series": "power", "order": 2, "decay": "token", "denominator": "none"},
+        {**_SOFTPLUS, "merged_norm": True},
+    ),
+}
+_WITHOUT_DECAY = ("softmax", *(name for name, own in ATTENTIONS.items() if "decay" not in own.spec))
+_WITH_DECAY = (
+    *("softmax", "linear_convolution2", "mamba2", "2mamba", "2mamba_e"),
+    *(name for name, own in ATTENTIONS.items() if "decay" in own.spec),
+)
 _WINDOWS = ("softmax", "window:16", "window:32", "window:48")
 _DENOMINATORS = (
     *("softmax", "detached", "clamped", "length"),
@@ -166,6 +209,14 @@ FIGURES: dict[str, Experiment] = {
         ),
         Experiment(  # not in the paper
             "gaps", "Gaps to softmax", (Panel("gaps", _GAPS),), kind="gaps"
+        ),
+        Experiment(  # the paper's sequel
+            "sequel",
+            "2Mamba, step by step",
+            (
+                Panel("without a decay", _WITHOUT_DECAY),
+                Panel("with a decay", _WITH_DECAY),
+            ),
         ),
         Experiment(  # not in the paper
             "tasks",

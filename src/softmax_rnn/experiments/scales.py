@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from softmax_rnn.experiments.figures import Panel
+from softmax_rnn.experiments.figures import ATTENTIONS, Panel
 from softmax_rnn.training.config import PRESETS, RunConfig
 
 
@@ -73,7 +73,11 @@ class Scale:
         }
         if panel.width is not None:
             settings["layer"] = {**settings.get("layer", {}), "qk_dim": self.widths[panel.width]}
-        return RunConfig.from_dict({**settings, "attention": variant, "seed": seed})
+        attention: Any = variant
+        if variant in ATTENTIONS:
+            attention = dict(ATTENTIONS[variant].spec)
+            settings["layer"] = {**settings.get("layer", {}), **ATTENTIONS[variant].layer}
+        return RunConfig.from_dict({**settings, "attention": attention, "seed": seed})
 
     def place(self, panel: Panel) -> tuple[str, str]:
         """The condition and corpus of a panel's runs, with their width; figures share them."""
