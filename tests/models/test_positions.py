@@ -55,7 +55,12 @@ def test_only_distances_matter(name: str, kind: str) -> None:
     """Up to the rounding of angles in float32, except where a rotated vector is mapped."""
     given = dict(BEFORE) if name == "hybrid" else {"attention": name}
     if kind != "own":
-        given["layer_options"] = {"rotary": True, "qk_dim": None, **given.get("layer_options", {})}
+        given["layer_options"] = {
+            "rotary": True,
+            "qk_dim": None,
+            "short_convolution": 0,
+            **given.get("layer_options", {}),
+        }
     model, positions = made(kind, **given), torch.arange(16)[None]
     logits = [
         model(IDS, position_ids=positions + shift, use_cache=False).logits for shift in (0, 5, 1000)
