@@ -310,7 +310,8 @@ def conditions(scale: Scale, runs: Runs) -> str:
 def main(root: Path) -> None:
     """Fill the page from the finished runs below ``root``."""
     # The longest scale first.
-    everything = {name: runs for name in reversed(SCALES) if (runs := finished_runs(SCALES[name], root))}
+    every = {name: finished_runs(SCALES[name], root) for name in reversed(SCALES)}
+    everything = {name: runs for name, runs in every.items() if runs}
     if not everything:
         raise SystemExit(f"No finished run in {root}.")
     page = HERE / "results.md"
