@@ -65,12 +65,14 @@ def measured(failing: Callable[[PlannedRun], bool] = lambda run: False) -> Any:
 def test_sweeps_are_checked() -> None:
     sweep = Sweep.parse("learning_rate=4e-3,1e-3,2e-3")
     assert sweep == Sweep("learning_rate", (1e-3, 2e-3, 4e-3))
-    assert Sweep.parse("packing=documents,blocks").values == ("documents", "blocks")
+    assert Sweep.parse("precision=fp32,bf16").values == ("fp32", "bf16")
     for text, message in {
         "learning_rate": "takes SETTING=VALUE,VALUE,...",
         "learning_rat=1,2": "Did you mean 'learning_rate'",
         "seed=1,2": "Unknown setting of --sweep 'seed'",
         "evaluate_on=test,validation": "Unknown setting of --sweep",
+        # Their losses would be of other tokens.
+        **{f"{x}=1,2": "Unknown setting" for x in ("block_size", "split_seed", "packing")},
         "learning_rate=1e-3": "needs two values or more",
         "learning_rate=1e-3,2e-3,0.001": "has the value 0.001 twice",
     }.items():
@@ -131,7 +133,7 @@ def test_a_grid_ends(
     assert {run.config.num_heads for run in heads.runs()} == {1, 2, 4}
     assert "The best num_heads of softmax, 1, is at the end" in capsys.readouterr().err
     words = Search(
-        FIGURE4.only(["softmax"]), DEMO, tmp_path, {}, Sweep("packing", ("blocks", "documents"))
+        FIGURE4.only(["softmax"]), DEMO, tmp_path, {}, Sweep("precision", ("fp32", "bf16"))
     )
     words.execute(measured())
     assert len(words.runs()) == 2

@@ -164,6 +164,13 @@ def test_tensors_of_another_type_or_layout(name: str) -> None:
     assert isinstance(sr.attention(x, x, x, name, padding=words, return_state=words), Tensor)
 
 
+def test_an_empty_call_is_explained() -> None:
+    x = torch.randn(1, 1, 0, 4)
+    words = sr.explain(x, x, x)
+    assert words["dense"] == "computes it"
+    assert words["fused"].startswith("leaves what is empty")
+
+
 def test_a_call_that_is_wrong_is_not_explained() -> None:
     x = torch.randn(1, 1, 5, 4)
     with pytest.raises(ValueError, match="width"):

@@ -28,7 +28,21 @@ from softmax_rnn.training.folder import RunFolder
 
 SEED = 0  # of all trials, so that seeds that are added later have the same values
 _WIDENED = 4  # values that are added to a grid at most, at either end
-_FIXED = ("attention", "seed", "evaluate_on")
+# What no sweep may change: the attention, and what its loss is measured on.
+_FIXED = (
+    *(
+        "attention",
+        "layer",
+        "seed",
+        "evaluate_on",
+        "corpus",
+        "text_column",
+        "encoding",
+        "bad_files",
+    ),
+    *("tokenizer", "vocab_size", "end_of_text", "block_size", "packing", "max_tokens"),
+    *("test_fraction", "split_seed"),
+)
 T = TypeVar("T")
 
 

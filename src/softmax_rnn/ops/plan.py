@@ -296,6 +296,9 @@ def forms(
     return found if explain else tuple(name for name, lack in found.items() if not lack)
 
 
+_SPECIAL = "what is empty, inside a transform of torch.func, or too large for the free memory"
+
+
 def explain(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec | str = "softmax", **options: Any
 ) -> dict[str, str]:
@@ -336,7 +339,7 @@ def explain(
         elif plan.name in words:
             words[name] = f"comes after {plan.name}"
         else:
-            words[name] = f"leaves {row.leaves(s) or 'what does not fit the free memory'}"
+            words[name] = f"leaves {row.leaves(s) or _SPECIAL}"
     return words
 
 
