@@ -62,7 +62,8 @@ def candidates(spec: sr.AttentionSpec, length: int, width: int) -> list[str]:
     names = [name for name in sr.forms(spec) if name not in NEVER and name != "triton"]
     if length <= SHORT[0][-1]:
         return [name for name in names if name != "chunked" or width <= 16]
-    pairs = names[0]  # other forms of pairs are slower on long sequences
+    # Other forms of pairs are slower on long sequences.
+    pairs = next(name for name in names if name != "chunked")
     sizes, rows = Sizes(spec, length, length, width, width), sr.state_size(spec, width, 1)
     work = {pairs: length**2 * width, "chunked": 2 * length * rows * width}
     wanted = "chunked" if chunks_pay(sizes) else pairs
