@@ -39,7 +39,7 @@ SPECS = {
 LONG = ((256, 512, 1024, 4096, 16384), (8, 16, 32, 64), (1, 2, 4))
 HEADS = 8
 AT_MOST = 1.15
-MOST = 2e11  # multiply-adds in a head: a form that needs more is not waited for
+MOST = 2e10  # multiply-adds in a head: a form that needs more is not waited for
 NEVER = ("recurrent",)  # a state per token
 
 

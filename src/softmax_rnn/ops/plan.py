@@ -211,7 +211,7 @@ def _state_lacks(spec: AttentionSpec, device: str) -> str:
 def _chunked_leaves(s: Signature) -> str:
     if s.stateful:
         return "a single token" if s.keys == 1 else ""
-    pays = s.queries > 1 and s.spec.has_state and chunks_pay(_sizes(s))
+    pays = s.queries > 1 and s.spec.has_state and chunks_pay(_sizes(s), s.device)
     return "" if pays else "so few tokens: pairs take less time than states of this size"
 
 

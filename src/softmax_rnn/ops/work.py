@@ -17,10 +17,12 @@ from softmax_rnn.ops.monomials import cumulative_dimension, degrees, state_rows
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.variants import resolve
 
-# Fitted to the 96 cells of benchmarks/results/{choice,recurrence}-cpu-*.json: in C++ and PyTorch,
-# on two CPUs, the form that the rule takes is at most 1.10 times as slow as the other one.
+# Fitted to the cells of benchmarks/results/{choice,recurrence}-cpu-*.json: in C++ and PyTorch, on
+# two CPUs, the form that the rule takes is at most 1.15 times as slow as the other one.
 _LEAST_GAIN = 1.5  # chunks build monomials besides
-_SHORTEST = 1024  # tokens; of fewer, chunks take longer than they save
+# Fewer tokens need a larger gain, and on a CPU at least so many: each power takes steps of its own.
+_FEW, _LEAST_GAIN_OF_FEW = 1024, 2.5
+_SHORTEST, _PER_POWER = 384, 128
 # Within the chunked form, as many multiply-adds take as long as
 _PASSES = 64  # the passes over a score
 _BUILD = 20  # a number of a state that is written
@@ -53,15 +55,23 @@ def sizes_of(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, causal: bool 
     return Sizes(spec, q.shape[2], k.shape[2], k.shape[3], v.shape[3], causal, group)
 
 
-def chunks_pay(sizes: Sizes) -> bool:
+def chunks_pay(sizes: Sizes, device: str = "cpu") -> bool:
     """Whether chunks are faster than all pairs."""
-    if max(sizes.queries, sizes.keys) < _SHORTEST:
+    tokens = max(sizes.queries, sizes.keys)
+    if tokens < _shortest(sizes.spec, device):
         return False
     seen = sizes.keys - sizes.queries / 2 if sizes.causal else sizes.keys
     pairs = sizes.queries * seen * sizes.group * (sizes.d_k + sizes.d_v)
     through_state = sizes.queries * sizes.group + sizes.keys
     chunks = through_state * state_rows(sizes.spec, sizes.d_k) * (sizes.d_v + 1)
-    return bool(pairs > _LEAST_GAIN * chunks)
+    return bool(pairs > (_LEAST_GAIN if tokens >= _FEW else _LEAST_GAIN_OF_FEW) * chunks)
+
+
+def _shortest(spec: AttentionSpec, device: str) -> int:
+    """The least number of tokens with which chunks may pay."""
+    if device != "cpu":  # where the steps are launches
+        return _FEW
+    return min(_FEW, _SHORTEST + _PER_POWER * max(1, degrees(spec)[1]))
 
 
 def chunk_length(sizes: Sizes) -> int:
@@ -102,7 +112,8 @@ def heads_per_step(spec: AttentionSpec, d_k: int, chunk: int, group: int, device
 def crossover(spec: AttentionSpec | str, d_k: int, d_v: int) -> int:
     """The length from which ``auto`` takes the chunked form rather than one that computes pairs.
 
-    For causal attention with one query per key. Near this length both take nearly the same time.
+    For causal attention with one query per key on a CPU. Near this length both take nearly the same
+    time.
 
     Args:
         spec: a finite series, or the name of a variant with one.
@@ -117,7 +128,7 @@ def crossover(spec: AttentionSpec | str, d_k: int, d_v: int) -> int:
     def pay(length: int) -> bool:
         return chunks_pay(Sizes(spec, length, length, d_k, d_v))
 
-    high = _SHORTEST
+    high = _shortest(spec, "cpu")
     while not pay(high):
         high *= 2
     return bisect_left(range(high), True, lo=high // 2, key=pay)

@@ -80,7 +80,6 @@ def test_a_compiled_model_is_one_graph() -> None:
 
 def test_auto_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("softmax_rnn.ops.work._LENGTHS", (64, 128))
-    monkeypatch.setattr("softmax_rnn.ops.work._SHORTEST", 512)
     monkeypatch.setattr("softmax_rnn.ops.state._SMALL", 0)  # so that it looks at the free memory
     assert sr.crossover(SPECS["taylor"], 3, 6) < 700
     case = case_of("taylor", 700, 700)
