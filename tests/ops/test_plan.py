@@ -52,8 +52,9 @@ def differences(valid: Callable[[], Any], wrong: Callable[[], Any]) -> tuple[Any
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_what_was_valid_once_hides_no_mistake(name: str) -> None:
-    case = make_case(SPECS[name], shape=Shape(2, 2, 1, 3, 3, 4, 4), mask="padding")
+@pytest.mark.parametrize("queries", [3, 1])
+def test_what_was_valid_once_hides_no_mistake(name: str, queries: int) -> None:
+    case = make_case(SPECS[name], shape=Shape(2, 2, 1, queries, 3, 4, 4), mask="padding")
     given = {**case.tensors, "mask": case.mask}
 
     def attend(**options: Any) -> Any:
@@ -192,6 +193,25 @@ def test_the_plans_are_as_few_as_there_is_room_for(monkeypatch: pytest.MonkeyPat
         x = torch.randn(1, 1, length, 4)
         sr.attention(x, x, x, "softmax")
         assert len(plan._PLANS) <= 3
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_decoding_needs_few_plans(masked: bool) -> None:
+    """Each token has a key more than the one before."""
+    plan.forget()
+    k, decay = torch.randn(1, 2, 300, 4), -torch.rand(1, 2, 300)
+    for keys in range(1, 300):
+        options: dict[str, Any] = {"mask": torch.ones(1, 1, 1, keys).bool()} if masked else {}
+        given = k[:, :, :keys]
+        sr.attention(k[:, :, :1], given, given, "softmax", **options)
+        found = sr.attention(
+            k[:, :, :1], given, given, "forgetting", log_decay=decay[..., :keys], **options
+        )
+    assert len(plan._PLANS) <= 2 * 10
+    wanted = sr.attention(
+        k[:, :, :1], given, given, "forgetting", log_decay=decay[..., :299], form="dense"
+    )
+    torch.testing.assert_close(found, wanted)
 
 
 def test_memory_is_asked_for_whatever_was_trained_before(monkeypatch: pytest.MonkeyPatch) -> None:

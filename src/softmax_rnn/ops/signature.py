@@ -1,6 +1,8 @@
 """What the choice of the code that computes a call depends on: everything but its numbers.
 
-Calls with equal signatures are alike: a check that passed for one passes for the other.
+Calls with equal signatures are alike: a check that passed for one passes for the other. Decoding
+with keys and values adds a key in each call. So that not every token has a signature of its own,
+the number of keys of a single query is rounded down to a power of two.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class Signature(NamedTuple):
         spec: the attention.
         form: the form that was asked for, or ``auto``.
         causal: whether queries see only keys up to their own position.
-        q: the shape of the queries [B, H, T, D]; likewise ``k`` and ``v``.
+        q: the shape of the queries [B, H, T, D].
+        k: that of the keys, with the number of keys of a single query rounded down to a power of
+            two (unless a state is given or returned); likewise ``v``.
         types: the dtypes and devices of queries, keys and values.
         mask: what is checked of the mask (:func:`_checked`); ``None`` without one.
         others: what is checked of each other tensor (``_OTHERS``), likewise.
@@ -119,16 +123,25 @@ def signature_of(call: Call, form: str, part: bool, threads: int, numbers: Numbe
     trained = grad and (q.requires_grad or k.requires_grad or v.requires_grad)
     before = getattr(state, "sums", None)
     needs = trained or (grad and any(getattr(x, "requires_grad", False) for x in (decay, before)))
+    of_q, of_k, of_v, mask = q.shape, k.shape, v.shape, _checked(call.mask)
+    others = [_checked(getattr(call, name)) for name in _OTHERS]
+    if of_q[2:3] == _SINGLE and _decodes(call, numbers):
+        keys = of_k[2]
+        of_k, of_v = _rounded(of_k), _rounded(of_v)
+        if mask is not None:
+            mask = _of_keys(mask, keys)
+        if others[0] is not None:
+            others[0] = _of_keys(others[0], keys)
     return Signature(
         call.spec,
         form,
         call.causal,
-        q.shape,
-        k.shape,
-        v.shape,
+        of_q,
+        of_k,
+        of_v,
         (dtype, device, k.dtype, k.device, v.dtype, v.device),
-        _checked(call.mask),
-        tuple([_checked(getattr(call, name)) for name in _OTHERS]),
+        mask,
+        tuple(others),
         None if state is None else _checked_state(state),
         call.return_state,
         call.padding,
@@ -141,6 +154,7 @@ def signature_of(call: Call, form: str, part: bool, threads: int, numbers: Numbe
     )
 
 
+_SINGLE = (1,)
 _AUTOCAST = ("cpu", "cuda")  # not every other device can say whether it is on
 _OTHERS = (
     "log_decay",
@@ -155,6 +169,27 @@ _OTHERS = (
     "norm_weight",
     "norm_bias",
 )
+
+
+def _decodes(call: Call, numbers: Numbers) -> bool:
+    """Whether a single query has its keys, their number can be read, and there is no state."""
+    k, v = call.k.shape, call.v.shape
+    if numbers != "yes" or call.return_state or call.state is not None:
+        return False
+    return len(k) == len(v) == 4 and k[2] == v[2] > 1
+
+
+def _rounded(shape: torch.Size) -> torch.Size:
+    """The shape of keys or values with their number rounded down to a power of two."""
+    return torch.Size((shape[0], shape[1], 1 << (shape[2].bit_length() - 1), shape[3]))
+
+
+def _of_keys(x: tuple[Any, ...], keys: int) -> tuple[Any, ...]:
+    """What is checked of a mask or decay, whose last dimension may be that of the keys."""
+    given = x[0]
+    if isinstance(given, torch.Size) and given[-1:] == (keys,):
+        return (*given[:-1], "keys"), *x[1:]
+    return x
 
 
 def _checked(x: object) -> tuple[Any, ...] | None:
