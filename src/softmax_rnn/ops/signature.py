@@ -7,6 +7,7 @@ the number of keys of a single query is rounded down to a power of two.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -124,14 +125,14 @@ def signature_of(call: Call, form: str, part: bool, threads: int, numbers: Numbe
     before = getattr(state, "sums", None)
     needs = trained or (grad and any(getattr(x, "requires_grad", False) for x in (decay, before)))
     of_q, of_k, of_v, mask = q.shape, k.shape, v.shape, _checked(call.mask)
-    others = [_checked(getattr(call, name)) for name in _OTHERS]
+    others = tuple([x if x is None else _checked(x) for x in _others_of(call)])
     if of_q[2:3] == _SINGLE and _decodes(call, numbers):
         keys = of_k[2]
         of_k, of_v = _rounded(of_k), _rounded(of_v)
         if mask is not None:
             mask = _of_keys(mask, keys)
-        if others[0] is not None:
-            others[0] = _of_keys(others[0], keys)
+        if others[0] is not None:  # the decays
+            others = (_of_keys(others[0], keys), *others[1:])
     return Signature(
         call.spec,
         form,
@@ -141,7 +142,7 @@ def signature_of(call: Call, form: str, part: bool, threads: int, numbers: Numbe
         of_v,
         (dtype, device, k.dtype, k.device, v.dtype, v.device),
         mask,
-        tuple(others),
+        others,
         None if state is None else _checked_state(state),
         call.return_state,
         call.padding,
@@ -169,6 +170,7 @@ _OTHERS = (
     "norm_weight",
     "norm_bias",
 )
+_others_of = attrgetter(*_OTHERS)
 
 
 def _decodes(call: Call, numbers: Numbers) -> bool:

