@@ -1,9 +1,12 @@
-"""Make the tables and figures of results.md from runs: ``python docs/results.py RUNS``.
+"""Make the tables and figures of results/ from runs: ``python docs/results.py RUNS``.
 
-RUNS is the ``--out`` folder of ``softmax-rnn reproduce``, by default ``runs``. The measured knee of
-recall goes to capacity.md. A figure is drawn at the longest scale at which all its runs are
-finished, if possible with three seeds. A claim is judged at the longest scale with three seeds for
-each of its checks. Other figures and claims are left on the pages as they are.
+RUNS is the ``--out`` folder of ``softmax-rnn reproduce``, by default ``runs``. A figure of runs
+with one learning rate for all has the part ``figure4`` of a page, and one of each variant's best
+rate the part ``figure4-best``. The checks of the claims go to results/claims.md, the verdicts
+alone to results.md, and the measured knee of recall to capacity.md. A figure is drawn at the
+longest scale at which all its runs are finished, if possible with three seeds. A claim is judged
+at the longest scale with three seeds for each of its checks. Other figures and claims are left on
+the pages as they are.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +22,20 @@ from PIL import Image
 
 from softmax_rnn._utils.files import write_text
 from softmax_rnn.data import is_task
-from softmax_rnn.experiments.claims import OWN, PAPER
+from softmax_rnn.experiments.claims import OWN, PAPER, SEQUEL
 from softmax_rnn.experiments.figures import FIGURES, Experiment
-from softmax_rnn.experiments.reproduce import draw, finished_runs
+from softmax_rnn.experiments.reproduce import draw, ended, finished_runs
 from softmax_rnn.experiments.scales import SCALES, Scale
 from softmax_rnn.experiments.verdicts import Runs, Verdict, judge, verdict_table
 from softmax_rnn.report import markdown
 from softmax_rnn.report.curves import MIN_SEEDS, seed_interval
 from softmax_rnn.report.gaps import gap_table
+from softmax_rnn.report.grid import Column
 from softmax_rnn.report.laws import PAPER_TOKENS, gaps, law_of_ends
 from softmax_rnn.report.recall import recall_table
+from softmax_rnn.report.stability import stability_table
 from softmax_rnn.report.table import difference_text, memory_text, results
+from softmax_rnn.training.folder import RunFolder
 
 HERE = Path(__file__).parent
 
@@ -55,6 +61,10 @@ WHY: dict[tuple[str, int], str] = {
     (OWN, 12): "with wide keys and order 4 nothing is lost any more: the elu map costs monomials "
     "that are then not needed.",
 }
+
+WHY_BEST: dict[tuple[str, int], str] = {}  # the same with each variant's best rate
+# The parts of claims.md.
+SOURCES = {PAPER: "verdicts", SEQUEL: "sequel-verdicts", OWN: "own-verdicts"}
 
 # capacity.md's prediction for the recall task: the least width at which recall is near 1.
 LEAST_WIDTH, NEAR = {1: 8, 2: 4, 3: 4, 4: 4}, 0.95
@@ -92,17 +102,15 @@ def losses(experiment: Experiment, scale: Scale, found: Found) -> str:
         title = "{} settings, corpus `{}`:".format(*place).capitalize()
         parts += [title] if len(places) > 1 else []
         parts.append(markdown.table(shown, cells, left=len(shown)))
-        parts.append(conditions(scale, {name: runs[name] for name in names}))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, conditions(scale, [found[place] for place in places])])
 
 
 def recall(experiment: Experiment, scale: Scale, found: Found) -> str:
     """The tables of a recall task: accuracies by width and order, and what a layer keeps."""
-    runs = {place: found[place] for place in places_of(experiment, scale)}
-    everything = [
-        run for variants in runs.values() for seeds in variants.values() for run in seeds.values()
-    ]
-    table = recall_table(everything).sort_values(["series", "decay", "width", "order"])
+    places = places_of(experiment, scale)
+    table = recall_table([run for place in places for run in all_of(found[place])]).sort_values(
+        ["series", "decay", "width", "order"]
+    )
     table["cell"] = [accuracy(row) for row in table.to_dict("records")]
     table["family"] = "`" + table.series + table.decay + "`"
     series = table[table.order.notna() & (table.series != "window")]
@@ -137,9 +145,7 @@ def recall(experiment: Experiment, scale: Scale, found: Found) -> str:
             ),
             left=2,
         ),
-        conditions(
-            scale, {name: seeds for variants in runs.values() for name, seeds in variants.items()}
-        ),
+        conditions(scale, [found[place] for place in places_of(experiment, scale)]),
     ]  # fmt: skip
     return "\n\n".join(parts)
 
@@ -180,14 +186,52 @@ def places_of(experiment: Experiment, scale: Scale) -> dict[tuple[str, str], lis
     return places
 
 
-def finished_seeds(experiment: Experiment, scale: Scale, found: Found) -> list[int]:
+def finished_seeds(experiment: Experiment, scale: Scale, found: Found, root: Path) -> list[int]:
     """The seeds of a figure's runs; none unless every variant has the same seeds."""
+    if experiment.kind == "stability":  # some of whose runs end without results
+        wanted = sum(len(panel.variants) for panel in experiment.panels)
+        return [
+            seed
+            for seed in sorted(
+                {run.new_model.seed for runs in found.values() for run in all_of(runs)}
+            )
+            if sum(len(column.runs) for column in ended(experiment, scale, root, [seed])) == wanted
+        ]
     seeds = {
         frozenset(found.get(place, {}).get(name, {}))
         for place, names in places_of(experiment, scale).items()
         for name in ("softmax", *names)
     }
     return sorted(seeds.pop()) if len(seeds) == 1 else []
+
+
+def stability(scale: Scale, columns: Sequence[Column]) -> str:
+    """Loss, spikes, and what was skipped or diverged, by settings, variant and learning rate."""
+    table = stability_table(columns)
+    parts = []
+    for panel, rows in table.groupby("panel", sort=False):
+        rates = sorted(set(rows.learning_rate))
+        cells = (
+            (f"`{name}`", *(steadiness(own[own.learning_rate == rate]) for rate in rates))
+            for name, own in rows.groupby("variant", sort=False)
+        )
+        header = ("variant", *(f"{rate:g}" for rate in rates))
+        parts += [f"With {panel}, by learning rate:", markdown.table(header, cells, left=1)]
+    runs = [run for column in columns for run in column.runs]
+    commits = {run.environment["commit"][:10] for run in runs}
+    return "\n\n".join([*parts, f"Scale {scale.name}, commits {', '.join(sorted(commits))}."])
+
+
+def steadiness(cell: Any) -> str:
+    """The loss of a variant at a rate, and what happened to its runs."""
+    row = cell.iloc[0]
+    loss = "-" if math.isnan(row.loss) else f"{row.loss:.3f}"
+    told = {
+        f"{row.spikes:.1f} spikes": row.spikes,
+        f"{row.skipped} skipped": row.skipped,
+        f"{row.diverged} of {row.seeds} diverged": row.diverged,
+    }
+    return ", ".join([loss, *(words for words, count in told.items() if count)])
 
 
 def laws(scale: Scale, everything: Mapping[str, Found]) -> str:
@@ -230,14 +274,20 @@ def interval(mean: float, low: float, high: float) -> str:
     return f"{mean:.2g} [{low:.2g}, {high:.2g}]"
 
 
-def verdicts(everything: Mapping[str, Found], before: str, source: str) -> str:
+def verdicts(
+    everything: Mapping[str, Found],
+    scales: Mapping[str, Scale],
+    before: str,
+    source: str,
+    kind: str,
+) -> str:
     """The claims of a source with their checks.
 
     A claim without three seeds for each check, or judged at a longer scale before, is copied from
     ``before`` if it is there.
     """
     lines = ["| claim | verdict | found |", "|---|---|---|"]
-    for verdict, scale in decided(everything):
+    for verdict, scale in decided(everything, scales):
         claim = verdict.claim
         if claim.source != source:
             continue
@@ -248,7 +298,7 @@ def verdicts(everything: Mapping[str, Found], before: str, source: str) -> str:
             continue
         at = "" if verdict.outcome == "not run" else f" ({scale})"
         lines.append(f"| **{claim.number}. {claim.text}** | **{verdict.outcome}**{at} | |")
-        why = WHY.get((source, claim.number))
+        why = (WHY_BEST if kind else WHY).get((source, claim.number))
         if why and verdict.outcome in ("fails", "undecided"):
             lines.append(f"| Why: {why} | | |")
         several = len({finding.where for finding in verdict.findings}) > 1
@@ -262,7 +312,7 @@ def verdicts(everything: Mapping[str, Found], before: str, source: str) -> str:
 
 def longer(before: str, scale: str) -> bool:
     """Whether a verdict or a table on the page is of a longer scale."""
-    named = re.search(r"\*\* \((\w+)\) \||^Scale (\w+),", before, flags=re.MULTILINE)
+    named = re.search(r"\*\* \(([\w-]+)\) \||^Scale ([\w-]+),", before, flags=re.MULTILINE)
     scales = list(SCALES)
     return named is not None and scales.index(named[1] or named[2]) > scales.index(scale)
 
@@ -272,13 +322,15 @@ def part(page: str, name: str) -> str:
     return page.partition(f"<!-- {name} -->")[2].partition("<!-- end -->")[0]
 
 
-def decided(everything: Mapping[str, Found]) -> Iterator[tuple[Verdict, str]]:
+def decided(
+    everything: Mapping[str, Found], scales: Mapping[str, Scale]
+) -> Iterator[tuple[Verdict, str]]:
     """The verdict on each claim, and the scale of its runs.
 
     This is the longest scale with three seeds for each check, else the longest with any runs of the
     claim.
     """
-    judged = {name: judge(found, SCALES[name]) for name, found in everything.items()}
+    judged = {name: judge(found, scales[name]) for name, found in everything.items()}
     for each in zip(*judged.values(), strict=True):
         named = list(zip(each, judged, strict=True))
         started = [(verdict, name) for verdict, name in named if verdict.outcome != "not run"]
@@ -291,55 +343,142 @@ def complete(verdict: Verdict) -> bool:
     return min(finding.seeds for finding in verdict.findings) >= MIN_SEEDS
 
 
-def conditions(scale: Scale, runs: Runs) -> str:
-    """The scale, machine, versions and corpus of the runs."""
-    one = next(iter(runs["softmax"].values()))
-    where = one.environment
-    each = (run.environment["commit"][:10] for seeds in runs.values() for run in seeds.values())
-    packages = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
-    corpus = where["corpus"]["train"]
-    drawn = is_task(one.config.corpus)
-    trained = f"`{one.config.corpus}`" if drawn else f"{corpus['tokens']:,} tokens to train on"
-    return (
-        f"Scale {scale.name}, on {where['processor']}, {where['cores']} cores, {packages}, Python "
-        f"{where['python']}, commits {', '.join(sorted(set(each)))}; {trained} (SHA-256 "
-        f"{corpus['sha256'][:16]}...)."
+def conditions(scale: Scale, places: Sequence[Runs]) -> str:
+    """The scale and the commits of the runs; results.md names machines, versions and corpora."""
+    commits = {run.environment["commit"][:10] for runs in places for run in all_of(runs)}
+    return f"Scale {scale.name}, commits {', '.join(sorted(commits))}."
+
+
+def all_of(runs: Runs) -> list[RunFolder]:
+    """Every run of a condition."""
+    return [run for seeds in runs.values() for run in seeds.values()]
+
+
+def machines(everything: Iterable[Found], before: str, pages: str) -> str:
+    """The machine and versions of each commit's runs, and what their corpora are.
+
+    Rows of ``before`` stay, except those of commits that ``pages`` no longer name.
+    """
+    rows: dict[str, dict[str, tuple[str, ...]]] = {"commit": {}, "corpus": {}}
+    for line in before.splitlines():
+        name, *more = line.strip("| ").split(" | ")
+        kind = "corpus" if len(more) == 2 else "commit"
+        if more and name not in rows and name != "---":
+            rows[kind][name] = tuple(more)
+    for run in (run for found in everything for runs in found.values() for run in all_of(runs)):
+        where, corpus = run.environment, run.environment["corpus"]["train"]
+        packages = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
+        rows["commit"][where["commit"][:10]] = (
+            f"{where['processor']}, {where['cores']} cores, {packages}, Python {where['python']}",
+        )
+        trained = "drawn" if is_task(run.new_model.corpus) else f"{corpus['tokens']:,} tokens"
+        rows["corpus"][f"`{run.new_model.corpus}`"] = trained, corpus["sha256"][:16]
+    named = {name: row for name, row in rows["commit"].items() if name in pages}
+    return "\n\n".join(
+        (
+            markdown.table(("commit", "machine and versions"), cells(named), left=2),
+            markdown.table(("corpus", "trained on", "SHA-256"), cells(rows["corpus"]), left=3),
+        )
     )
 
 
+def cells(rows: Mapping[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The rows of a table, from those by their first cell."""
+    return [(name, *row) for name, row in rows.items()]
+
+
+def short(claims: str) -> str:
+    """The verdicts alone, in one line for each claim, from the page with their checks."""
+    heading = re.compile(
+        r"^\| \*\*(\d+)\. (.*)\*\* \| \*\*(.*)\*\*(?: \(([\w-]+)\))? \| \|$", re.MULTILINE
+    )
+    lines = []
+    for source, name in SOURCES.items():
+        found: dict[str, dict[str, str]] = {}
+        for kind in ("", "-best"):
+            text = part(claims, name + kind)
+            for row in heading.finditer(text):
+                why = re.match(r"\n\| Why: (.*?) \| \| \|", text[row.end() :])
+                at = f" ({row[4]})" if row[4] else ""
+                entry = found.setdefault(row[1], {"text": row[2]})
+                entry |= {f"verdict{kind}": row[3] + at, f"why{kind}": why[1] if why else ""}
+        rows = (
+            (
+                f"{number}. {entry['text']}",
+                entry.get("verdict", "not run"),
+                entry.get("verdict-best", "not run"),
+                entry.get("why-best") or entry.get("why", ""),
+            )
+            for number, entry in found.items()
+        )
+        if found:
+            header = (source, "one rate", "best rate", "why")
+            lines.append(markdown.table(header, rows, left=len(header)))
+    return "\n\n".join(lines)
+
+
 def main(root: Path) -> None:
-    """Fill the page from the finished runs below ``root``."""
-    # The longest scale first.
-    every = {name: finished_runs(SCALES[name], root) for name in reversed(SCALES)}
-    everything = {name: runs for name, runs in every.items() if runs}
-    if not everything:
+    """Fill the pages from the finished runs below ``root``."""
+    pages = [HERE / "results.md", HERE / "capacity.md", *sorted((HERE / "results").glob("*.md"))]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    parts: dict[str, str] = {}
+    every: list[Found] = []
+    for best in ("", "learning_rate"):
+        scales = {name: scale.with_best(best) for name, scale in SCALES.items()}
+        # The longest scale first.
+        runs = {name: finished_runs(scales[name], root) for name in reversed(scales)}
+        everything = {name: found for name, found in runs.items() if found}
+        if everything:
+            parts |= filled(root, scales, everything, text, "-best" if best else "")
+            every += everything.values()
+    if not every:
         raise SystemExit(f"No finished run in {root}.")
-    page = HERE / "results.md"
-    text = page.read_text(encoding="utf-8")
-    parts = {}
-    for name, source in (("verdicts", PAPER), ("own-verdicts", OWN)):
-        parts[name] = verdicts(everything, part(text, name), source)
+    for page in pages:
+        fill(page, parts)
+    claims = (HERE / "results" / "claims.md").read_text(encoding="utf-8")
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages[1:])
+    index = pages[0].read_text(encoding="utf-8")
+    summary = {"summary": short(claims), "runs": machines(every, part(index, "runs"), text)}
+    fill(pages[0], summary)
+
+
+def filled(
+    root: Path,
+    scales: Mapping[str, Scale],
+    everything: Mapping[str, Found],
+    text: str,
+    kind: str,
+) -> dict[str, str]:
+    """The parts that runs of one kind fill; ``text`` is that of all pages before."""
+    parts = {
+        name + kind: verdicts(everything, scales, part(text, name + kind), source, kind)
+        for source, name in SOURCES.items()
+    }
     for name, experiment in FIGURES.items():
         finished = [
-            (SCALES[at], seeds)
+            (scales[at], seeds)
             for at, found in everything.items()
-            if (seeds := finished_seeds(experiment, SCALES[at], found))
+            if (seeds := finished_seeds(experiment, scales[at], found, root))
         ]
-        if f"<!-- {name} -->" not in text or not finished:
+        if f"<!-- {name}{kind} -->" not in text or not finished:
             continue
         scale, seeds = next((each for each in finished if len(each[1]) >= MIN_SEEDS), finished[0])
-        if longer(part(text, name), scale.name):
+        if longer(part(text, name + kind), scale.name):
             continue
-        made = recall if experiment.kind == "recall" else losses
-        parts[name] = made(experiment, scale, everything[scale.name])
+        found = everything[scale.name]
+        if experiment.kind == "stability":
+            parts[name + kind] = stability(scale, ended(experiment, scale, root, seeds))
+        else:
+            made = recall if experiment.kind == "recall" else losses
+            parts[name + kind] = made(experiment, scale, found)
         if experiment.kind == "recall":
-            fill(HERE / "capacity.md", {"knee": knee(experiment, scale, everything[scale.name])})
+            parts["knee"] = knee(experiment, scale, found)
         if experiment.kind == "gaps":
-            parts["laws"] = laws(scale, everything)
+            parts["laws" + kind] = laws(scale, everything)
         for path in draw(experiment, scale, root, seeds):
             if path.suffix == ".png":
-                copy(path, HERE / "images" / f"results_{name}.png")
-    fill(page, parts)
+                copy(path, HERE / "images" / f"results_{path.stem}{kind}.png")
+    return parts
 
 
 def copy(figure: Path, to: Path) -> None:
@@ -349,8 +488,10 @@ def copy(figure: Path, to: Path) -> None:
 
 
 def fill(page: Path, parts: Mapping[str, str]) -> None:
-    """Replace the named parts of a page."""
-    write_text(page, markdown.fill(page.read_text(encoding="utf-8"), parts))
+    """Replace those of the named parts that a page has."""
+    text = page.read_text(encoding="utf-8")
+    there = {name: made for name, made in parts.items() if f"<!-- {name} -->" in text}
+    write_text(page, markdown.fill(text, there))
 
 
 if __name__ == "__main__":

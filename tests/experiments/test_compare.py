@@ -97,6 +97,24 @@ def test_runs_are_run_once_and_failures_told(
     assert "failed" in shown
 
 
+def test_a_run_that_diverged_has_ended_where_that_is_allowed(
+    texts: Path, tmp_path: Path, console: Console
+) -> None:
+    """It is not run again; where it is not allowed, it is, and fails again."""
+    runs = compare_configs(["length"], [0], tiny(texts, learning_rate=1e30), tmp_path)
+    run_all(runs, tmp_path, may_diverge=True, console=console)
+    (folder,) = (run.folder for run in runs)
+    assert folder.diverged
+    assert not folder.finished
+    assert "diverged" in console.file.getvalue()  # type: ignore[attr-defined]
+    before = folder.events_file.stat().st_mtime_ns
+    run_all(runs, tmp_path, may_diverge=True, console=console)
+    assert folder.events_file.stat().st_mtime_ns == before
+    with pytest.raises(RunsFailedError, match="(?s)1 of 1 runs .*is (nan|inf)"):
+        run_all(runs, tmp_path, console=console)
+    assert folder.events_file.stat().st_mtime_ns > before
+
+
 def test_a_run_that_was_left_alone_is_named(texts: Path, tmp_path: Path, console: Console) -> None:
     """It is still running after its parent was killed, and its folder is locked."""
     root = tmp_path / "runs"

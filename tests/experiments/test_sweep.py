@@ -30,8 +30,8 @@ OF_RECALL = Sweep.parse(RECALL.sweep)
 BEST = {"softmax": 2e-3, "norm": 4e-3, "gate": 2.5e-4}
 
 
-def measured(failing: Callable[[PlannedRun], bool] = lambda run: False) -> Any:
-    """In place of ``run_all``: runs with made-up results, of which some fail.
+def measured(diverging: Callable[[PlannedRun], bool] = lambda run: False) -> Any:
+    """In place of ``run_all``: runs with made-up results, of which some diverge.
 
     The loss is that of a parabola in the logarithm of the rate, on the validation split; on the
     test split another rate would be best.
@@ -40,9 +40,10 @@ def measured(failing: Callable[[PlannedRun], bool] = lambda run: False) -> Any:
     def run_all(runs: Sequence[PlannedRun], *_: Any, **options: Any) -> None:
         run_all.calls.append([run for run in runs if not run.folder.finished])  # type: ignore[attr-defined]
         run_all.limits.append(options.get("stop_after"))  # type: ignore[attr-defined]
+        run_all.tolerant.append(options.get("may_diverge"))  # type: ignore[attr-defined]
         waiting = [run for run in runs if not run.folder.finished]
         for run in waiting:
-            if failing(run):
+            if diverging(run):
                 continue
             path, config = run.folder.path, run.config
             best = BEST.get(str(config.attention), 2e-3) * (
@@ -54,11 +55,9 @@ def measured(failing: Callable[[PlannedRun], bool] = lambda run: False) -> Any:
             )
             config.save(found.config_file)
             found.path.rename(path)
-        if any(failing(run) for run in waiting):
-            raise RunsFailedError("1 of 4 runs did not finish: it diverged.")
         time.sleep(0.02)
 
-    run_all.calls, run_all.limits = [], []  # type: ignore[attr-defined]
+    run_all.calls, run_all.limits, run_all.tolerant = [], [], []  # type: ignore[attr-defined]
     return run_all
 
 
@@ -84,8 +83,9 @@ def test_sweeps_are_checked() -> None:
 
 def test_every_trial_is_evaluated_on_validation_documents(tmp_path: Path) -> None:
     """Never on the test split, which figures and claims are about."""
+    momenta = Sweep("beta2", (0.9, 0.99, 0.999))  # which no figure varies itself
     for figure in FIGURES.values():
-        search = Search(figure, DEMO, tmp_path, {}, RATES)
+        search = Search(figure, DEMO, tmp_path, {}, momenta)
         assert {run.config.evaluate_on for run in search.runs()} == {"validation"}
         assert {run.config.seed for run in search.runs()} == {0}
         own = figure_runs(figure, DEMO, tmp_path, [0, 1])
@@ -167,12 +167,11 @@ def test_an_interrupted_sweep_resumes(tmp_path: Path) -> None:
     assert search.summary() == whole.summary()
 
 
-def test_a_trial_may_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trial_may_diverge(tmp_path: Path) -> None:
     search = Search(THREE, DEMO, tmp_path, {}, RATES)
-    with pytest.raises(RunsFailedError):
+    with pytest.raises(RunsFailedError, match="norm diverges with every .* 0.001, 0.002, 0.004"):
         search.execute(measured(lambda run: run.config.attention == "norm"))
     search.execute(measured(lambda run: run.config.learning_rate > 3e-3))
-    assert "Trials that failed are left out. 1 of 4" in capsys.readouterr().err
     assert search.chosen(THREE.panels[0], "norm") == {"learning_rate": 2e-3}  # 4e-3 was tried
     search.record(DEMO.with_best("learning_rate"))
     record = read_sweep(tmp_path / "demo-learning_rate" / "base-stdlib")
@@ -308,6 +307,7 @@ def test_the_time_limit_is_that_of_trials_and_runs_together(
     assert recall(tmp_path, "--stop-after", "60s") == 0
     assert 59 < run_all.limits[0] <= 60
     assert 0 < run_all.limits[-1] <= run_all.limits[0] - 0.02
+    assert run_all.tolerant == [True] * (len(run_all.tolerant) - 1) + [False]  # trials may diverge
 
 
 def test_seeds_that_are_added_have_the_same_rates(

@@ -142,6 +142,7 @@ def test_a_run_without_any_update_has_no_results(
     with pytest.raises(NonFiniteError, match="None of the 12 steps made an update"):
         train(tiny(texts, skip_non_finite=12), tmp_path / "run")
     assert not RunFolder(tmp_path / "run").finished
+    assert RunFolder(tmp_path / "run").diverged
 
 
 def test_one_step_too_many_that_is_not_finite_stops(
@@ -157,8 +158,11 @@ def test_one_step_too_many_that_is_not_finite_stops(
     monkeypatch.setattr(Loop, "gradients", step)
     with pytest.raises(NonFiniteError, match="loss of step 8 is nan.*, with 2 steps skipped in a"):
         train(tiny(texts, skip_non_finite=2), tmp_path / "run")
+    assert RunFolder(tmp_path / "run").diverged
     folder = train(tiny(texts, skip_non_finite=3), tmp_path / "run", resume=True)
     assert folder.summary["skipped_steps"] == 3
+    assert not folder.diverged
+    assert [row["event"] for row in folder.events] == ["non_finite"] * 3
     assert RunFolder(folder.path).config.skip_non_finite == 3
 
 
@@ -205,3 +209,4 @@ def test_a_test_loss_that_is_not_finite_stops(
     with pytest.raises(NonFiniteError, match="The test loss after step 6 is nan"):
         train(tiny(texts), tmp_path / "run")
     assert not RunFolder(tmp_path / "run").finished
+    assert RunFolder(tmp_path / "run").diverged

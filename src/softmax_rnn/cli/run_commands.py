@@ -172,23 +172,23 @@ def _reproduce(parsed: Namespace) -> int:
     def report() -> None:
         show_paths(report_figure(experiment, scale, root, parsed.seeds))
 
-    place = root / scale.folder
+    place, unsteady = root / scale.folder, experiment.kind == "stability"
     if sweep is None:
         runs = figure_runs(experiment, scale, root, parsed.seeds, fields)
-        return _plan_or_run(parsed, runs, place, report, left)
+        return _plan_or_run(parsed, runs, place, report, left, unsteady)
     search = Search(experiment, plain, root, fields, sweep)
     if parsed.dry_run:
         runs = [*search.runs(), *figure_runs(experiment, scale, root, parsed.seeds, fields)]
         print("Trials are added while the best value of a variant is the first or the last.")
         return _plan_or_run(parsed, runs, root, report, left)
     trials = root / plain.folder
-    search.execute(lambda runs: _run(parsed, runs, trials, left))
+    search.execute(lambda runs: _run(parsed, runs, trials, left, may_diverge=True))
     print(f"Chosen: {search.summary()}")
     search.record(scale)
     runs = figure_runs(experiment, scale, root, parsed.seeds, fields, search.chosen)
     if scale is not plain:
         copy_finished(runs, place, trials)
-    return _plan_or_run(parsed, runs, place, report, left)
+    return _plan_or_run(parsed, runs, place, report, left, unsteady)
 
 
 def _add_scheduling(parser: ArgumentParser) -> None:
@@ -216,10 +216,12 @@ def _plan_or_run(
     root: Path,
     report: Callable[[], None],
     left: Callable[[], float | None] | None = None,
+    may_diverge: bool = False,
 ) -> int:
     """Print the plan of a set of runs, or execute the runs and report on the finished ones.
 
-    ``left`` gives the seconds until the time limit, which by default counts from now.
+    ``left`` gives the seconds until the time limit, which by default counts from now. With
+    ``may_diverge``, runs that diverge are part of the result.
     """
     import softmax_rnn.report.outputs  # noqa: F401 -- a missing package is an error before the runs
     from softmax_rnn.experiments.costs import chosen_gpu
@@ -234,7 +236,7 @@ def _plan_or_run(
         show(rich_plan(plan_table(runs, root, gpu), gpu))
         return 0
     try:
-        _run(parsed, runs, root, left)
+        _run(parsed, runs, root, left, may_diverge)
     except RunsFailedError:
         if any(run.folder.finished for run in runs):
             report()
@@ -248,6 +250,7 @@ def _run(
     runs: Sequence[PlannedRun],
     root: Path,
     left: Callable[[], float | None] | None = None,
+    may_diverge: bool = False,
 ) -> None:
     """Execute a set of runs; ``left`` is as in :func:`_plan_or_run`."""
     from softmax_rnn.experiments.scheduler import run_all
@@ -259,6 +262,7 @@ def _run(
         cluster=parsed.cluster,
         cluster_options=parse_fields(parsed.cluster_options),
         stop_after=stop_after(parsed) if left is None else left(),
+        may_diverge=may_diverge,
     )
 
 
@@ -285,9 +289,10 @@ COMMANDS = {
         _reproduce_options,
         _reproduce,
         about="Train the missing runs of a figure, and draw it. The figures are the paper's; "
-        "three are ours: family (decays, polynomials and windows, and loss against the size of the "
-        "state), gaps (losses minus softmax's, against tokens) and recall (accuracy on a recall "
-        "task against the size of the state). "
+        "others are ours: family and flagship (decays, polynomials and windows, and loss against "
+        "the size of the state), additions (rotary positions and convolutions), gaps (losses minus "
+        "softmax's, against tokens), stability (spikes and divergence, against the learning rate), "
+        "sequel (2mamba step by step), recall and tasks (synthetic tasks). "
         "Figures share their runs. Rerun it to resume.",
         extra="report",
     ),

@@ -27,7 +27,7 @@ class Check:
     - ``slightly worse``: ``0 < d < margin``.
     - ``better``: ``d < -margin``.
     - ``no worse``: ``d < margin`` (a one-sided test at 5%).
-    - ``spikier``: more loss spikes in training, over all seeds.
+    - ``spikier``: more loss spikes in training, with every seed (:func:`count_spikes`).
     - ``solved``: a share of at most ``margin`` of ``variant``'s answers is wrong, with every seed.
     """
 
@@ -93,7 +93,7 @@ _CLAIMS: tuple[tuple[str, tuple[str, ...], tuple[Check, ...]], ...] = (
     ("Norm's loss equals softmax's.", ("figure2", "figure4"), _EQUAL),
     (
         "Gate is slightly worse, and spikes at times.",
-        ("figure2", "figure4"),
+        ("figure2", "figure4", "stability"),
         (*_SLIGHTLY_WORSE, Check("gate", "spikier", "softmax")),
     ),
     (
@@ -130,7 +130,7 @@ _CLAIMS: tuple[tuple[str, tuple[str, ...], tuple[Check, ...]], ...] = (
     ),
     (
         "Length division alone is near softmax but unstable; a gate stabilises it somewhat.",
-        ("figure6",),
+        ("figure6", "stability"),
         (
             Check("length", "equal", "softmax", NEAR),
             *_each(["length"], "spikier", ["softmax", "gate"]),

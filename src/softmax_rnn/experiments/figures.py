@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from softmax_rnn._utils.errors import unknown
@@ -36,6 +36,7 @@ class Panel:
     corpus: str = "fineweb"
     condition: str = "base"
     width: int | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ class Experiment:
         panels: one per column of curves, or per line of final losses.
         kind: ``curves`` (loss against tokens, test above train), ``orders`` (final loss against
             the highest power), ``states`` (curves, and final loss against the size of the state),
-            ``recall`` (accuracy against that size) or ``gaps`` (test loss minus softmax's against
-            tokens, with power laws).
+            ``recall`` (accuracy against that size), ``gaps`` (test loss minus softmax's against
+            tokens, with power laws) or ``stability`` (final loss and loss spikes against the
+            learning rate; a run may diverge).
         large: whether the figure is drawn larger, as in the appendix.
         sweep: a setting and its values, as ``--sweep`` takes them, which are tried unless the
             setting is given.
@@ -59,7 +61,7 @@ class Experiment:
     name: str
     title: str
     panels: tuple[Panel, ...]
-    kind: Literal["curves", "orders", "states", "recall", "gaps"] = "curves"
+    kind: Literal["curves", "orders", "states", "recall", "gaps", "stability"] = "curves"
     large: bool = False
     sweep: str = ""
     by_family: bool = False
@@ -158,6 +160,34 @@ _GAPS = (
     *("softmax", "norm", "gate", "length", "gate_only"),
     *("norm_rms", "norm_layer_length", "norm_l2_length"),
 )
+# The family's best and its rivals, for more tokens.
+_FLAGSHIP = (
+    *("softmax", "forgetting", "norm", "taylor:2", "taylor:2+decay", "polynomial:2+decay"),
+    *("power_retention:2", "linear_elu+decay", "mamba2", "window_taylor:2"),
+)
+# Attentions of order 2, and softmax, with the same additions.
+_SEARCHED = (
+    *("softmax", "forgetting", "taylor:2+decay", "taylor_norm:2+decay"),
+    *("polynomial:2+decay", "power_retention:2"),
+)
+_ADDITIONS: dict[str, Mapping[str, Any]] = {
+    "as they are": {},
+    "without rotary positions": {"rotary": False},
+    "a convolution of 2": {"short_convolution": 2},
+    "both": {"short_convolution": 2, "rotary": False},
+}
+# What replaces or helps the denominator, and exp with nothing in its place.
+_UNSTABLE = (
+    *("softmax", "norm", "gate", "length"),
+    *("gate_only", "clamped", "detached", "linear_elu"),
+)
+_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+_TAMED: dict[str, Mapping[str, Any]] = {
+    "clipping and warm-up": {"gradient_clip": 1.0},
+    "clipping alone": {"gradient_clip": 1.0, "warmup_steps": 0},
+    "warm-up alone": {"gradient_clip": 0.0},
+    "neither": {"gradient_clip": 0.0, "warmup_steps": 0},
+}
 
 _FIGURE2 = Experiment(  # section 4.1, on three corpora
     "figure2",
@@ -209,6 +239,35 @@ FIGURES: dict[str, Experiment] = {
         ),
         Experiment(  # not in the paper
             "gaps", "Gaps to softmax", (Panel("gaps", _GAPS),), kind="gaps"
+        ),
+        Experiment(  # not in the paper
+            "flagship",
+            "Order 2 with a forget gate, and its rivals",
+            (Panel("flagship", _FLAGSHIP),),
+            kind="states",
+        ),
+        Experiment(  # not in the paper
+            "additions",
+            "Order 2 and softmax with the same additions",
+            tuple(
+                Panel(title, _SEARCHED, fields={"layer": layer} if layer else {})
+                for title, layer in _ADDITIONS.items()
+            ),
+        ),
+        Experiment(  # not in the paper: what its remarks on loss spikes need
+            "stability",
+            "Loss and spikes against the learning rate",
+            tuple(
+                Panel(
+                    title,
+                    _UNSTABLE,
+                    condition="stability",
+                    fields={"learning_rate": rate, **fields},
+                )
+                for title, fields in _TAMED.items()
+                for rate in _RATES
+            ),
+            kind="stability",
         ),
         Experiment(  # the paper's sequel
             "sequel",

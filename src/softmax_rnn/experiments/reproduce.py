@@ -18,13 +18,15 @@ from softmax_rnn.report.grid import Column, draw_curves, draw_orders
 from softmax_rnn.report.html import Section, page
 from softmax_rnn.report.outputs import report
 from softmax_rnn.report.recall import draw_recall
+from softmax_rnn.report.stability import draw_stability
 from softmax_rnn.report.states import draw_states
 from softmax_rnn.report.sweep_figure import draw_sweep
 from softmax_rnn.report.sweeps import SweepRecord, read_sweep
 from softmax_rnn.report.table import by_variant, require_comparable
 from softmax_rnn.training.folder import RunFolder
 
-# How the figures of one panel are drawn, by kind.
+# How figures that are no curves are drawn, by kind: panel by panel, and all runs in one.
+_BY_PANEL = {"orders": draw_orders, "stability": draw_stability}
 _ONE_PANEL = {"states": draw_states, "gaps": draw_gaps, "recall": draw_recall}
 
 
@@ -91,19 +93,28 @@ def report_figure(
     return [*paths, overview]
 
 
-def draw(experiment: Experiment, scale: Scale, root: Path, seeds: Sequence[int]) -> list[Path]:
-    """Draw a figure from its finished runs; panels without any are left out."""
-    columns = []
+def ended(experiment: Experiment, scale: Scale, root: Path, seeds: Sequence[int]) -> list[Column]:
+    """The finished runs of each panel; panels without any are left out.
+
+    In the figure about stability a run has also ended if it has diverged.
+    """
+    columns, unsteady = [], experiment.kind == "stability"
     for panel in experiment.panels:
         parent = root / scale.folder / scale.folder_name(panel)
         runs = [run_folder(parent, name, seed) for seed in seeds for name in panel.variants]
-        if finished := [run for run in runs if run.finished]:
-            columns.append(Column(panel.title or scale.title(panel), finished))
+        if over := [run for run in runs if run.finished or (unsteady and run.diverged)]:
+            columns.append(Column(panel.title or scale.title(panel), over))
+    return columns
+
+
+def draw(experiment: Experiment, scale: Scale, root: Path, seeds: Sequence[int]) -> list[Path]:
+    """Draw a figure from its runs that have ended."""
+    columns = ended(experiment, scale, root, seeds)
     title = f"{experiment.title} ({scale.words})"
     stem = root / scale.folder / experiment.name
     swept = _draw_sweep(experiment, scale, root, title)
-    if experiment.kind == "orders":
-        return [*draw_orders(columns, title, stem), *swept]
+    if experiment.kind in _BY_PANEL:
+        return [*_BY_PANEL[experiment.kind](columns, title, stem), *swept]
     runs = [run for column in columns for run in column.runs]
     if experiment.kind in _ONE_PANEL:
         return [*_ONE_PANEL[experiment.kind](runs, title, stem), *swept]

@@ -65,10 +65,14 @@ class Scale:
         for name, instead in (("attention", "--variants"), ("seed", "--seeds")):
             if name in fields:
                 raise ValueError(f"{name} cannot be set here: use {instead}.")
+        for name in panel.fields:
+            if name in fields:
+                raise ValueError(f"{name} cannot be set here: it is what {panel.title!r} varies.")
         settings = {
             **self.base,
             **self.conditions[panel.condition],
             **self.corpora[panel.corpus].fields,
+            **panel.fields,
             **fields,
         }
         if panel.width is not None:
@@ -80,14 +84,23 @@ class Scale:
         return RunConfig.from_dict({**settings, "attention": attention, "seed": seed})
 
     def place(self, panel: Panel) -> tuple[str, str]:
-        """The condition and corpus of a panel's runs, with their width; figures share them."""
-        width = "" if panel.width is None else f"-width{self.widths[panel.width]}"
-        return panel.condition, self.corpora[panel.corpus].label + width
+        """The condition and corpus of a panel's runs, with their own settings; figures share them.
+
+        For example ``base``, ``stdlib``; and ``recall``, ``mqar-width8``.
+        """
+        own = (f"-{name}{value:g}" for name, value in self._own(panel).items())
+        return panel.condition, self.corpora[panel.corpus].label + "".join(own)
 
     def title(self, panel: Panel) -> str:
-        """The title of a panel's corpus, with its width."""
-        width = "" if panel.width is None else f", width {self.widths[panel.width]}"
-        return self.corpora[panel.corpus].title + width
+        """The title of a panel's corpus, with its own settings."""
+        own = (f", {name.replace('_', ' ')} {value:g}" for name, value in self._own(panel).items())
+        return self.corpora[panel.corpus].title + "".join(own)
+
+    def _own(self, panel: Panel) -> dict[str, float]:
+        """A panel's own settings."""
+        width = {} if panel.width is None else {"width": self.widths[panel.width]}
+        fields = {**panel.fields}
+        return {**width, **fields.pop("layer", {}), **fields}
 
     def folder_name(self, panel: Panel) -> str:
         """The name of the folder of a panel's runs: ``base-fineweb``."""
@@ -171,7 +184,12 @@ _SMALL_RECALL: dict[str, Any] = {
     "gradient_clip": 1.0,
 }
 
-_LONG: dict[str, Any] = {"block_size": 4096}
+# Of runs that may diverge. A row is the mean of five steps: of more, a spike would be too flat.
+_UNSTEADY: dict[str, Any] = {"skip_non_finite": 100, "log_every": 5}
+_CONDITIONS: dict[str, Mapping[str, Any]] = {
+    **{"base": {}, "long": {"block_size": 4096}, "family": {}, "stability": _UNSTEADY},
+    **{"recall": _SMALL_RECALL, "task": _TASK},
+}
 _DEMO = {
     **PRESETS["demo"],
     # After only 1,000 steps seeds differ by more than variants do.
@@ -185,6 +203,7 @@ _DEMO_CONDITIONS = {
     "large": {"hidden_size": 192, "intermediate_size": 384, "num_heads": 6},
     "long": {"block_size": 1024, "batch_size": 1},
     "family": {"num_layers": 2},
+    "stability": {**_UNSTEADY, "num_layers": 2, "steps": 600},
     "recall": _DEMO_RECALL,
     "task": _TASK,
 }
@@ -223,31 +242,21 @@ SCALES: dict[str, Scale] = {
                 "evaluate_every": 500,
                 "save_every": 500,
             },
-            {
-                **{"base": {}, "large": {"num_layers": 40}, "long": _LONG, "family": {}},
-                **{"recall": _SMALL_RECALL, "task": _TASK},
-            },
+            {**_CONDITIONS, "large": {"num_layers": 40}},
             _WEB | _TASKS,
         ),
         Scale(
             "paper",
             "appendix D, with the schedule that the authors' code runs (decay over 1,000,000)",
             PRESETS["small"],
-            {
-                **{"base": {}, "large": PRESETS["large"], "long": _LONG, "family": {}},
-                **{"recall": _SMALL_RECALL, "task": _TASK},
-            },
+            {**_CONDITIONS, "large": PRESETS["large"]},
             _WEB | _TASKS,
         ),
         Scale(
             "paper-list",
             "appendix D exactly: the learning rate decays to zero at step 100,000",
             {**PRESETS["small"], "schedule_steps": None},
-            {
-                **{"base": {}, "long": _LONG, "family": {}},
-                **{"recall": _SMALL_RECALL, "task": _TASK},
-                "large": {**PRESETS["large"], "schedule_steps": None},
-            },
+            {**_CONDITIONS, "large": {**PRESETS["large"], "schedule_steps": None}},
             _WEB | _TASKS,
         ),
     )

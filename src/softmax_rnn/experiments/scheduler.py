@@ -38,6 +38,7 @@ def run_all(
     cluster: str = "local",
     cluster_options: Mapping[str, Any] | None = None,
     stop_after: float | None = None,
+    may_diverge: bool = False,
     console: Console = progress.console,
 ) -> None:
     """Execute the unfinished runs, each on a GPU or a share of the cores.
@@ -51,6 +52,8 @@ def run_all(
         cluster: ``local``, or ``slurm``: one job per run, through submitit.
         cluster_options: parameters of submitit's executor, such as ``slurm_partition``.
         stop_after: seconds after which the runs stop as if by a signal.
+        may_diverge: whether a run that diverges has ended, as one that finishes: it is no error,
+            and is not run again.
         console: where progress is shown.
 
     Raises:
@@ -59,7 +62,11 @@ def run_all(
         RunsFailedError: if a run failed; the others were finished first.
         RunStopped: if a signal or the time limit stopped the runs; they can be resumed.
     """
-    waiting = [run for run in runs if not run.folder.finished]
+
+    def over(run: PlannedRun) -> bool:
+        return run.folder.finished or (may_diverge and run.folder.diverged)
+
+    waiting = [run for run in runs if not over(run)]
     launch = launcher(cluster, root, max(1, len(waiting)), parallel, cluster_options or {})
     with StopRequest(stop_after) as stop:
         _check(runs)
@@ -70,7 +77,7 @@ def run_all(
         console.print(about, markup=False, soft_wrap=True)  # no markup: a path may contain brackets
         stop.defer()
         ended = _work(waiting, root, launch, stop, console)
-        unfinished = [run for run in waiting if not run.folder.finished]
+        unfinished = [run for run in waiting if not over(run)]
         failed = [
             (run.label(root), job)
             for run in unfinished
@@ -199,6 +206,8 @@ def _state(run: PlannedRun) -> dict[str, Any]:
 
 def _outcome(run: PlannedRun, code: int) -> str:
     if not run.folder.finished:
+        if run.folder.diverged:
+            return "diverged"
         return "stopped" if code == ExitCode.STOPPED else f"failed ({_end_text(code)})"
     summary = run.folder.summary
     return f"{run.config.evaluate_on} loss {summary['test_loss']:.4f} in {summary['seconds']:.0f} s"

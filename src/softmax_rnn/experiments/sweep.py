@@ -151,18 +151,18 @@ class Search:
     def execute(self, run_all: Callable[[Sequence[PlannedRun]], None]) -> None:
         """Run all trials, and further ones while the best value is at the end of its grid.
 
-        A trial may fail, for example by divergence, if another one of its grid has finished.
+        A trial may diverge, if another one of its grid has finished.
 
         Raises:
-            RunsFailedError: if no trial of a grid has finished.
+            RunsFailedError: if every trial of a grid has diverged.
         """
         while True:
-            try:
-                run_all(self.runs())
-            except RunsFailedError as failed:
-                if any(self._best(key) is None for key in self._grids):
-                    raise
-                notice(f"Trials that failed are left out. {failed}")
+            run_all(self.runs())
+            for key in self._grids:
+                if self._best(key) is None:
+                    name, setting = self._tried[key][1], self.sweep.setting
+                    tried = ", ".join(str(value) for value in self._grids[key])
+                    raise RunsFailedError(f"{name} diverges with every {setting} of {tried}.")
             widened = [self._widen(key) for key in self._grids]
             if not any(widened):
                 return

@@ -103,20 +103,26 @@ def judge(found: Mapping[tuple[str, str], Runs], scale: Scale) -> list[Verdict]:
     verdicts = []
     for claim in CLAIMS:
         trained: dict[tuple[str, str], set[str]] = {}
-        needed = list(found)
+        needed, unsteady = list(found), []
         for panel in (panel for name in claim.figures for panel in FIGURES[name].panels):
             place = scale.place(panel)
+            if panel.condition == "stability":
+                unsteady.append(found.get(place, {}))
+                continue
             trained.setdefault(place, set()).update(panel.variants)
             if panel.width is not None and place not in needed:
                 needed.append(place)
-        findings = tuple(
+        losses = [check for check in claim.checks if check.kind != "spikier"]
+        compared = [
             examine(check, found.get(place, {}), ", ".join(place))
             for place in needed
-            for check in claim.checks
+            for check in losses
             if {check.variant, check.other} <= trained.get(place, set())
+        ]
+        findings = (
+            *(compared or (examine(check, {}, "") for check in losses)),
+            *(count_spikes(check, unsteady) for check in claim.checks if check.kind == "spikier"),
         )
-        if not findings:
-            findings = tuple(examine(check, {}, "") for check in claim.checks)
         verdicts.append(Verdict(claim, findings))
     return verdicts
 
@@ -129,17 +135,12 @@ def examine(check: Check, runs: Runs, where: str) -> Finding:
         return Finding(check, where, "not run")
     measure = _MEASURES[check.of]
     difference = paired_runs(variant, other, shared, CONFIDENCE, measure)
-    spikes, reason = None, "the interval allows both"
+    reason = "the interval allows both"
     if check.kind == "solved":
         errors = [1 - run.summary["test_accuracy"] for run in variant.values()]
         solved = [error <= check.margin for error in errors]
         outcome, reason = _outcome(all(solved), not any(solved)), "some seeds only"
         difference = Difference(float(np.mean(errors)), min(errors), max(errors), "seeds")
-    elif check.kind == "spikier":
-        spikes = _spikes(variant, shared), _spikes(other, shared)
-        # Without any spike the check is undecided.
-        outcome = _outcome(spikes[0] > spikes[1], spikes[0] <= spikes[1] and spikes != (0, 0))
-        reason = "no spikes"
     else:
         low, high = check.bounds
         # One-sided tests at 5% are a 90% interval.
@@ -153,11 +154,34 @@ def examine(check: Check, runs: Runs, where: str) -> Finding:
     if len(shared) == 1:  # the interval does not cover other seeds
         outcome, reason = "undecided", "one seed"
     reason = reason if outcome == "undecided" else ""
-    return Finding(check, where, outcome, len(shared), difference, spikes, reason)
+    return Finding(check, where, outcome, len(shared), difference, None, reason)
 
 
-def _spikes(runs: Mapping[int, RunFolder], seeds: Sequence[int]) -> int:
-    return sum(loss_spikes(runs[seed].metrics.loss) for seed in seeds)
+def count_spikes(check: Check, places: Sequence[Runs]) -> Finding:
+    """Decide a check of kind ``spikier`` from the runs of several conditions.
+
+    It holds if ``variant`` has more spikes with every seed, and fails if it has with none. Spikes
+    are counted under the conditions in which both have finished. Without any spike the check is
+    undecided.
+    """
+    counts: dict[int, tuple[int, int]] = {}
+    for runs in places:
+        variant, other = runs.get(check.variant, {}), runs.get(check.other, {})
+        for seed in sorted(set(variant) & set(other)):
+            more, less = (loss_spikes(each[seed].metrics.loss) for each in (variant, other))
+            before = counts.get(seed, (0, 0))
+            counts[seed] = before[0] + more, before[1] + less
+    where = "stability, all settings"
+    if not counts:
+        return Finding(check, where, "not run")
+    spikes = sum(a for a, _ in counts.values()), sum(b for _, b in counts.values())
+    wins = [more > less for more, less in counts.values()]
+    outcome, reason = _outcome(all(wins), not any(wins) and spikes != (0, 0)), "some seeds only"
+    reason = "no spikes" if spikes == (0, 0) else reason
+    if len(counts) == 1:
+        outcome, reason = "undecided", "one seed"
+    reason = reason if outcome == "undecided" else ""
+    return Finding(check, where, outcome, len(counts), None, spikes, reason)
 
 
 def _outcome(holds: bool, fails: bool) -> Outcome:

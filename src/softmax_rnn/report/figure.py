@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -18,6 +18,7 @@ from softmax_rnn.report.style import LOOK, styles
 from softmax_rnn.training.folder import RunFolder
 
 _START = 0.1  # share of the run, its steep start, that the vertical axis may cut off
+_APART = 0.045  # of the height of an axis: between the labels of lines
 TITLES = {"test": "Test loss", "train": "Train loss"}
 
 
@@ -113,3 +114,27 @@ def log_limits(lines: list[Curve]) -> tuple[float, float]:
         ]
     )
     return 0.97 * float(np.nanmin(shown)), 1.03 * float(np.nanmax(shown))
+
+
+def label_ends(
+    ax: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str]
+) -> None:
+    """Write the name of each line beside its end, so far apart that no two names overlap."""
+    low, high = ax.get_ylim()
+    ordered = sorted(ends, key=lambda name: ends[name][1])
+    heights = np.array([(ends[name][1] - low) / (high - low) for name in ordered])
+    for index in range(1, len(heights)):
+        heights[index] = max(heights[index], heights[index - 1] + _APART)
+    if len(heights):  # as far down as they went up
+        heights -= max(0.0, (heights[-1] - 1.0) / 2)
+    for name, height in zip(ordered, heights, strict=True):
+        ax.annotate(
+            name,
+            ends[name],
+            xytext=(1.03, height),
+            textcoords="axes fraction",
+            va="center",
+            fontsize="x-small",
+            color=colors[name],
+            arrowprops={"arrowstyle": "-", "color": colors[name], "linewidth": 0.5, "alpha": 0.6},
+        )

@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from softmax_rnn.report.figure import explain, save
+from softmax_rnn.report.figure import explain, label_ends, save
 from softmax_rnn.report.style import LOOK, styles
 from softmax_rnn.report.sweeps import SweepRecord, Trial
-
-_APART = 0.045  # of the height of an axis: between the labels of lines
 
 
 def draw_sweep(columns: Mapping[str, SweepRecord], title: str, stem: Path) -> list[Path]:
@@ -67,32 +64,8 @@ def _panel(ax: Axes, record: SweepRecord, title: str) -> None:
     ax.xaxis.set_minor_locator(NullLocator())
     ax.tick_params(axis="x", labelrotation=30)
     ax.set_ylabel("validation accuracy" if asked else "validation loss, nats per token")
-    _label_ends(ax, ends, {name: looks[name].color for name in ends})
+    label_ends(ax, ends, {name: looks[name].color for name in ends})
 
 
 def _finished(trials: Sequence[Trial]) -> list[Trial]:
     return [trial for trial in trials if trial["loss"] is not None]
-
-
-def _label_ends(
-    ax: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str]
-) -> None:
-    """Write the name of each line beside its end, so far apart that no two names overlap."""
-    low, high = ax.get_ylim()
-    ordered = sorted(ends, key=lambda name: ends[name][1])
-    heights = np.array([(ends[name][1] - low) / (high - low) for name in ordered])
-    for index in range(1, len(heights)):
-        heights[index] = max(heights[index], heights[index - 1] + _APART)
-    if len(heights):  # as far down as they went up
-        heights -= max(0.0, (heights[-1] - 1.0) / 2)
-    for name, height in zip(ordered, heights, strict=True):
-        ax.annotate(
-            name,
-            ends[name],
-            xytext=(1.03, height),
-            textcoords="axes fraction",
-            va="center",
-            fontsize="x-small",
-            color=colors[name],
-            arrowprops={"arrowstyle": "-", "color": colors[name], "linewidth": 0.5, "alpha": 0.6},
-        )

@@ -5,7 +5,8 @@ environment.json     versions, commit, machine, full attention spec, corpus; und
                      versions, commit and machine of later sessions
 metrics.jsonl        a row for each logged step
 evaluations.jsonl    a row for each evaluation
-events.jsonl         a row for each step without update, and for each loss spike
+events.jsonl         a row for each step without update, for each loss spike, and for the end of a
+                     run that diverged
 checkpoint-N/        a complete checkpoint, with hashes and the rows so far
 lock                 held by the process that writes here
 test_losses.npy      the loss of every test block after the last step
@@ -90,6 +91,12 @@ class RunFolder:
     def finished(self) -> bool:
         """Whether the run has written its results."""
         return self.summary_file.exists()
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run has ended, unfinished, with a loss or gradient that is not finite."""
+        ends = (row["event"] == "diverged" for row in self.events)
+        return self.exists and not self.finished and any(ends)
 
     @cached_property
     def config(self) -> TrainingConfig:

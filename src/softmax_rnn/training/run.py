@@ -46,7 +46,7 @@ from softmax_rnn.training.checkpoint import newest_whole, read_progress
 from softmax_rnn.training.config import ConversionConfig, RunConfig, TrainingConfig
 from softmax_rnn.training.distributed import leaving_its_group, require_a_group, together
 from softmax_rnn.training.environment import environment, peak_memory
-from softmax_rnn.training.folder import RunFolder
+from softmax_rnn.training.folder import RunFolder, append_row
 from softmax_rnn.training.loop import Loop, NonFiniteError
 from softmax_rnn.training.matmul import widest_float32_products
 from softmax_rnn.training.metrics import loss_spikes
@@ -233,6 +233,7 @@ def train(
             if code := loop.stop_request():
                 raise RunStopped(code)
             until_done.enter_context(_tracking(accelerator, config, path))
+            until_done.enter_context(_divergence_recorded(loop))
             loop.run(checkpoint, within=compilation.chosen)
             with together(accelerator):
                 if accelerator.is_main_process:
@@ -320,6 +321,18 @@ def _make_ready(loop: Loop, resume: bool) -> Path | None:
     loop.config.save(folder.config_file)
     folder.rewind(found)
     return found
+
+
+@contextlib.contextmanager
+def _divergence_recorded(loop: Loop) -> Iterator[None]:
+    """Write a row if the run ends because a loss or gradient is not finite."""
+    try:
+        yield
+    except NonFiniteError as error:
+        if loop.accelerator.is_main_process:
+            row = {"step": loop.step, "event": "diverged", "why": str(error)}
+            append_row(loop.folder.events_file, row)
+        raise
 
 
 def _finish(loop: Loop, folder: RunFolder) -> None:
