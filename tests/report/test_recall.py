@@ -57,7 +57,13 @@ def test_a_row_per_variant_and_width(runs: list[RunFolder]) -> None:
 def test_the_figure(runs: list[RunFolder], tmp_path: Path) -> None:
     paths = draw_recall(runs, "Recall", tmp_path / "recall")
     words = (tmp_path / "recall.svg").read_text()
-    for shown in ("accuracy on the asked positions", "taylor_elu", "with a token decay", "window"):
+    for shown in (
+        "accuracy on the asked positions",
+        "taylor_elu",
+        "taylor+decay",
+        "window",
+        "4 wide",
+    ):
         assert shown in words
     assert [path.name for path in paths] == ["recall.png", "recall.svg"]
 

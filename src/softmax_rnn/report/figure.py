@@ -14,11 +14,11 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from softmax_rnn._utils.files import file_aside
 from softmax_rnn.data.tasks import is_task
 from softmax_rnn.report.curves import Curve, curves, note
-from softmax_rnn.report.style import LOOK, styles
+from softmax_rnn.report.style import LOOK, Style, styles
 from softmax_rnn.training.folder import RunFolder
 
 _START = 0.1  # share of the run, its steep start, that the vertical axis may cut off
-_APART = 0.045  # of the height of an axis: between the labels of lines
+_APART = 0.05  # of the height of an axis: between the labels of lines
 TITLES = {"test": "Test loss", "train": "Train loss"}
 
 
@@ -117,17 +117,22 @@ def log_limits(lines: list[Curve]) -> tuple[float, float]:
 
 
 def label_ends(
-    ax: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str]
+    ax: Axes, ends: Mapping[str, tuple[float, float]], looks: Mapping[str, Style]
 ) -> None:
-    """Write the name of each line beside its end, so far apart that no two names overlap."""
-    low, high = ax.get_ylim()
-    ordered = sorted(ends, key=lambda name: ends[name][1])
-    heights = np.array([(ends[name][1] - low) / (high - low) for name in ordered])
+    """Write the name of each line beside its end, so far apart that no two names overlap.
+
+    The scale and the limits of ``ax`` must be final.
+    """
+    places = ax.transScale + ax.transLimits
+    found = {name: float(places.transform(end)[1]) for name, end in ends.items()}
+    ordered = sorted(found, key=lambda name: found[name])
+    heights = np.array([found[name] for name in ordered])
     for index in range(1, len(heights)):
         heights[index] = max(heights[index], heights[index - 1] + _APART)
     if len(heights):  # as far down as they went up
         heights -= max(0.0, (heights[-1] - 1.0) / 2)
     for name, height in zip(ordered, heights, strict=True):
+        color = looks[name].color
         ax.annotate(
             name,
             ends[name],
@@ -135,6 +140,6 @@ def label_ends(
             textcoords="axes fraction",
             va="center",
             fontsize="x-small",
-            color=colors[name],
-            arrowprops={"arrowstyle": "-", "color": colors[name], "linewidth": 0.5, "alpha": 0.6},
+            color=color,
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.6},
         )

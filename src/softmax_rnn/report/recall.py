@@ -1,41 +1,29 @@
-"""Recall against the size of the state: accuracy on a task, one panel per series."""
+"""Recall against the size of the state: accuracy on a task by bytes, and by order and width."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.typing import LineStyleType
+from matplotlib.ticker import MaxNLocator
 
 from softmax_rnn.report.curves import seed_interval
-from softmax_rnn.report.figure import explain, save
+from softmax_rnn.report.figure import explain, label_ends, save
 from softmax_rnn.report.memory import layer_memory
-from softmax_rnn.report.style import LOOK, style
+from softmax_rnn.report.style import LOOK, Style, style, styles
 from softmax_rnn.report.table import label
 from softmax_rnn.training.folder import RunFolder
 
 _ORDER = re.compile(r"([a-z_]+):(\d+)((?:\+decay)?)")
 _WINDOW = "window"
-
-
-class _Kind(NamedTuple):
-    """How the points of a panel's families are drawn."""
-
-    marker: str
-    dashes: LineStyleType
-    words: str
-
-
-_KINDS = {"": _Kind("o", "-", "without decay"), "+decay": _Kind("^", "--", "with a token decay")}
-_OTHERS = ((_Kind("s", ":", "window"), _WINDOW), (_Kind("D", "none", "softmax"), "softmax"))
+_PLAIN = 0.98  # accuracy from which a marker needs no words
 
 
 def recall_table(runs: Sequence[RunFolder]) -> pd.DataFrame:
@@ -79,77 +67,90 @@ def recall_table(runs: Sequence[RunFolder]) -> pd.DataFrame:
 
 
 def draw_recall(runs: Sequence[RunFolder], title: str, stem: Path) -> list[Path]:
-    """Accuracy against the bytes that a layer keeps; writes PNG and SVG.
+    """Accuracy against the bytes that a layer keeps, and against the order; writes PNG and SVG.
 
-    One panel per series: points of one width are joined in the order of their powers. Softmax and
-    windows are in every panel.
+    Left: of each series the best width and order with so many bytes, beside softmax and windows.
+    Right: the first series by order, a line for each width of queries and keys.
     """
     table = recall_table(runs)
-    series = list(dict.fromkeys(table.series[table.order.notna() & (table.series != _WINDOW)]))
+    own = table[table.order.notna() & (table.series != _WINDOW)]
+    families = list(dict.fromkeys(own.series + own.decay))
+    looks = styles(families)
+    first = own[own.series + own.decay == families[0]] if families else own
     with mpl.rc_context(LOOK):
-        columns = max(1, len(series))
-        figure = Figure(figsize=(1.0 + 3.6 * columns, 4.4), layout="constrained")
-        axes = figure.subplots(1, columns, squeeze=False, sharex=True, sharey=True)[0]
-        for ax, name in zip(axes, series or [""], strict=True):
-            _panel(ax, table, name)
-        axes[0].set_ylabel("accuracy on the asked positions")
-        kinds = [*_KINDS.values(), *(kind for kind, name in _OTHERS if name in set(table.series))]
-        figure.legend(handles=[_key(kind) for kind in kinds], loc="outside right upper")
+        figure = Figure(figsize=(11.0, 4.6), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=[1.7, 1], sharey=True)
+        for name in families:
+            _frontier(left, own[own.series + own.decay == name], name, looks[name])
+        _others(left, table)
+        left.set_xscale("log", base=2)
+        left.xaxis.set_major_formatter("{x:g}")
+        left.set_ylim(-0.03, 1.05)
+        left.set_title("The best of each series with so many bytes")
+        left.set_xlabel("KiB per layer and sequence (log scale)")
+        left.set_ylabel("accuracy on the asked positions")
+        left.legend(loc="lower right", fontsize="small", handlelength=3)
+        if families:
+            _orders(right, first, families[0])
         figure.suptitle(title)
         seeds = "Means over seeds, bars are 95% intervals." if table.seeds.min() > 2 else "Means."
         explain(
             figure,
-            f"{seeds} Numbers are orders; a line joins the orders of one width of queries and keys "
-            "(lighter: wider). Hollow: grows with the sequence.",
+            f"{seeds} Left: dots are widths and orders, a line the best of them with so many bytes;"
+            "\nhollow markers grow with the sequence, squares are windows.",
         )
         return save(figure, stem)
 
 
-def _panel(ax: Axes, table: pd.DataFrame, series: str) -> None:
-    """Draw a series with and without a decay, windows, and softmax."""
-    widths = sorted(table.width.unique())
-    shades = dict(zip(widths, np.linspace(1.0, 0.4, len(widths)), strict=True))
-    own = table[(table.series == series) & table.order.notna()]
-    for (decay, width), points in own.groupby(["decay", "width"], sort=True):
-        look, kind = style(series), _KINDS[str(decay)]
-        _points(ax, points, look.color, kind, shades[width])
-        for point in points.to_dict("records"):
-            place, shift = (point["bytes"] / 1024, point["accuracy"]), (3, 4 if decay else -9)
-            ax.annotate(
-                str(point["order"]), place, xytext=shift, textcoords="offset points",
-                fontsize="xx-small", color=look.color,
-            )  # fmt: skip
-    for kind, name in _OTHERS:
-        for width, points in table[table.series == name].groupby("width"):
-            _points(ax, points, "0.35", kind, shades[width])
-    ax.set_xscale("log")
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.set_ylim(-0.03, 1.05)
-    ax.set_title(series)
-    ax.set_xlabel("KiB per layer and sequence (log scale)")
-
-
-def _points(ax: Axes, points: pd.DataFrame, color: str, kind: _Kind, shade: float) -> None:
+def _frontier(ax: Axes, points: pd.DataFrame, name: str, look: Style) -> None:
+    """Draw the points of a series, and the best accuracy with at most so many bytes."""
     points = points.sort_values("bytes")
-    ax.errorbar(
-        points.bytes / 1024,
-        points.accuracy,
-        yerr=[points.accuracy - points.low, points.high - points.accuracy],
-        color=color,
-        marker=kind.marker,
-        markersize=4,
-        markerfacecolor="white" if points.grows.any() else color,
-        linestyle=kind.dashes,
-        linewidth=1.0,
-        elinewidth=0.7,
-        capsize=2,
-        alpha=shade,
-    )
-
-
-def _key(kind: _Kind) -> Line2D:
-    face = "white" if kind.words == "softmax" else "0.35"
-    return Line2D(
-        [], [], color="0.35", marker=kind.marker, markersize=4, markerfacecolor=face,
-        linestyle=kind.dashes, linewidth=1.0, label=kind.words,
+    ax.plot(points.bytes / 1024, points.accuracy, ".", color=look.color, markersize=3, alpha=0.5)
+    ax.plot(
+        points.bytes / 1024, points.accuracy.cummax(), color=look.color, linestyle=look.dashes,
+        linewidth=1.4, drawstyle="steps-post", label=name,
     )  # fmt: skip
+
+
+def _others(ax: Axes, table: pd.DataFrame) -> None:
+    """Draw softmax at each width, and windows."""
+    for marker, name in (("s", _WINDOW), ("D", "softmax")):
+        points = table[table.series == name]
+        if points.empty:
+            continue
+        face = "white" if points.grows.any() else "0.25"
+        ax.plot(
+            points.bytes / 1024, points.accuracy, marker, color="0.25", markersize=4.5,
+            markerfacecolor=face, label=name,
+        )  # fmt: skip
+        for point in points[points.accuracy < _PLAIN].to_dict("records"):
+            ax.annotate(
+                f"{point['order']} tokens" if name == _WINDOW else f"width {point['width']}",
+                (point["bytes"] / 1024, point["accuracy"]),
+                xytext=(6, -3),
+                textcoords="offset points",
+                fontsize="x-small",
+                color="0.25",
+            )
+
+
+def _orders(ax: Axes, table: pd.DataFrame, series: str) -> None:
+    """Draw the accuracy of a series against its order, for each width."""
+    widths = sorted(table.width.unique())
+    color, looks = style(series).color, {}
+    for width, dashes in zip(widths, itertools.cycle(("-", "--", "-.", ":"))):
+        points = table[table.width == width].sort_values("order")
+        spread = [points.accuracy - points.low, points.high - points.accuracy]
+        ax.errorbar(
+            points.order.astype(int), points.accuracy, yerr=spread, color=color, linestyle=dashes,
+            marker="o", markersize=3, linewidth=1.2, elinewidth=0.7, capsize=2,
+        )  # fmt: skip
+        looks[f"{width} wide"] = Style(color, dashes)
+    ends = {
+        f"{width} wide": (int(points.order.max()), points.sort_values("order").accuracy.iloc[-1])
+        for width, points in table.groupby("width")
+    }
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_title(f"{series} by order and width")
+    ax.set_xlabel("highest power n")
+    label_ends(ax, ends, looks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -14,7 +14,7 @@ from matplotlib.ticker import NullFormatter, NullLocator
 
 from softmax_rnn.report.figure import explain, label_ends, save
 from softmax_rnn.report.grid import Column
-from softmax_rnn.report.style import LOOK, styles
+from softmax_rnn.report.style import LOOK, Style, styles
 from softmax_rnn.report.table import by_variant
 from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.metrics import loss_spikes
@@ -59,19 +59,21 @@ def draw_stability(columns: Sequence[Column], title: str, stem: Path) -> list[Pa
     finished or diverged.
     """
     table = stability_table(columns)
+    looks = styles(table.variant.unique())
     panels = list(dict.fromkeys(table.panel))
     with mpl.rc_context(LOOK):
         figure = Figure(figsize=(2.9 * len(panels) + 1.4, 5.8), layout="constrained")
         axes = figure.subplots(len(_ROWS), len(panels), squeeze=False, sharex=True, sharey="row")
         for column, name in enumerate(panels):
             for row, quantity in enumerate(_ROWS):
-                last = column == len(panels) - 1
-                _panel(axes[row, column], table[table.panel == name], quantity, last)
+                _panel(axes[row, column], table[table.panel == name], quantity, looks)
             axes[0, column].set_title(name)
             axes[-1, column].set_xlabel("learning rate (log scale)")
         for row, words in zip(axes[:, 0], _ROWS.values(), strict=True):
             row.set_ylabel(words)
         _scales(axes[0, 0], axes[1, 0])
+        for row, quantity in enumerate(_ROWS):
+            _label(axes[row, -1], table[table.panel == panels[-1]], quantity, looks)
         figure.suptitle(title)
         seeds = sorted(set(table.seeds))
         explain(
@@ -82,8 +84,7 @@ def draw_stability(columns: Sequence[Column], title: str, stem: Path) -> list[Pa
         return save(figure, stem)
 
 
-def _panel(ax: Axes, table: pd.DataFrame, quantity: str, labelled: bool) -> None:
-    looks, ends = styles(table.variant.unique()), {}
+def _panel(ax: Axes, table: pd.DataFrame, quantity: str, looks: Mapping[str, Style]) -> None:
     for name, rows in table.groupby("variant", sort=False):
         look = looks[str(name)]
         ax.plot(
@@ -92,15 +93,18 @@ def _panel(ax: Axes, table: pd.DataFrame, quantity: str, labelled: bool) -> None
         )  # fmt: skip
         lost = rows[(rows.diverged > 0) & rows[quantity].notna()]
         ax.plot(lost.learning_rate, lost[quantity], "x", color=look.color, markersize=7)
-        known = rows[rows[quantity].notna()]
-        if len(known):
-            ends[str(name)] = known.learning_rate.iloc[-1], known[quantity].iloc[-1]
     ax.set_xscale("log")
     ax.set_xticks(sorted(set(table.learning_rate)))
     ax.xaxis.set_major_formatter("{x:.3g}")
     ax.xaxis.set_minor_locator(NullLocator())
-    if labelled:
-        label_ends(ax, ends, {name: looks[name].color for name in ends})
+
+
+def _label(ax: Axes, table: pd.DataFrame, quantity: str, looks: Mapping[str, Style]) -> None:
+    """Name the lines of the last panel."""
+    ends = {}
+    for name, rows in table[table[quantity].notna()].groupby("variant", sort=False):
+        ends[str(name)] = rows.learning_rate.iloc[-1], rows[quantity].iloc[-1]
+    label_ends(ax, ends, looks)
 
 
 def _scales(losses: Axes, spikes: Axes) -> None:

@@ -64,7 +64,7 @@ def _panel(ax: Axes, record: SweepRecord, title: str) -> None:
     ax.xaxis.set_minor_locator(NullLocator())
     ax.tick_params(axis="x", labelrotation=30)
     ax.set_ylabel("validation accuracy" if asked else "validation loss, nats per token")
-    label_ends(ax, ends, {name: looks[name].color for name in ends})
+    label_ends(ax, ends, looks)
 
 
 def _finished(trials: Sequence[Trial]) -> list[Trial]:
