@@ -168,7 +168,9 @@ def test_the_family_is_drawn_against_its_states(tmp_path: Path) -> None:
     assert [path.name for path in paths[:2]] == ["family.png", "family.svg"]
     text = paths[1].read_text()
     for words in (
-        "Test loss against the size of the state",
+        "KiB per layer and sequence",
+        "a state that does not",
+        "test loss minus softmax's",
         "taylor:2",
         "final test loss",
         "95% intervals",

@@ -336,7 +336,7 @@ def test_names_beside_points_do_not_overlap() -> None:
     losses = {"a": (16.0, 1.5), "b": (16.5, 1.501), "c": (17.0, 1.502), "d": (256.0, 1.501)}
     shifts = _shifts({**losses, "e": (16.0, 2.0)})
     assert (shifts["a"], shifts["d"], shifts["e"]) == (0, 0, 0)
-    assert 0 < shifts["b"] < 8 < shifts["c"] < 16
+    assert 0 < shifts["b"] < 9 < shifts["c"] < 18
     assert _shifts({"alone": (1.0, 2.0)}) == {"alone": 0}
 
 
