@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 
-from softmax_rnn.report.figure import explain, label_ends, save
+from softmax_rnn.report.figure import explain, label_ends, loss_axis, save
 from softmax_rnn.report.grid import Column
 from softmax_rnn.report.style import LOOK, Style, styles
 from softmax_rnn.report.table import by_variant
@@ -62,8 +62,10 @@ def draw_stability(columns: Sequence[Column], title: str, stem: Path) -> list[Pa
     looks = styles(table.variant.unique())
     panels = list(dict.fromkeys(table.panel))
     with mpl.rc_context(LOOK):
-        figure = Figure(figsize=(2.9 * len(panels) + 1.4, 5.8), layout="constrained")
-        axes = figure.subplots(len(_ROWS), len(panels), squeeze=False, sharex=True, sharey="row")
+        figure = Figure(figsize=(2.9 * len(panels) + 1.4, 5.4), layout="constrained")
+        axes = figure.subplots(
+            len(_ROWS), len(panels), squeeze=False, sharex=True, sharey="row", height_ratios=[2, 1]
+        )
         for column, name in enumerate(panels):
             for row, quantity in enumerate(_ROWS):
                 _panel(axes[row, column], table[table.panel == name], quantity, looks)
@@ -71,16 +73,15 @@ def draw_stability(columns: Sequence[Column], title: str, stem: Path) -> list[Pa
             axes[-1, column].set_xlabel("learning rate (log scale)")
         for row, words in zip(axes[:, 0], _ROWS.values(), strict=True):
             row.set_ylabel(words)
-        _scales(axes[0, 0], axes[1, 0])
-        for row, quantity in enumerate(_ROWS):
-            _label(axes[row, -1], table[table.panel == panels[-1]], quantity, looks)
+        loss_axis(axes[0, 0])
+        axes[1, 0].set_ylim(bottom=-0.1, top=max(1.0, 1.1 * table.spikes.max()))
+        _label(axes[0, -1], table[table.panel == panels[-1]], looks)
         figure.suptitle(title)
         seeds = sorted(set(table.seeds))
-        explain(
-            figure,
-            f"Means over {' or '.join(map(str, seeds))} seed{'s' * (seeds != [1])}. A cross marks "
-            "rates at which a run diverged; its loss is that of the others.",
-        )
+        words = f"Means over {' or '.join(map(str, seeds))} seeds." if seeds != [1] else "One seed."
+        if table.diverged.any():
+            words += " A cross marks rates at which a run diverged; its loss is that of the others."
+        explain(figure, words)
         return save(figure, stem)
 
 
@@ -99,19 +100,9 @@ def _panel(ax: Axes, table: pd.DataFrame, quantity: str, looks: Mapping[str, Sty
     ax.xaxis.set_minor_locator(NullLocator())
 
 
-def _label(ax: Axes, table: pd.DataFrame, quantity: str, looks: Mapping[str, Style]) -> None:
-    """Name the lines of the last panel."""
+def _label(ax: Axes, table: pd.DataFrame, looks: Mapping[str, Style]) -> None:
+    """Name the lines of the last panel of losses."""
     ends = {}
-    for name, rows in table[table[quantity].notna()].groupby("variant", sort=False):
-        ends[str(name)] = rows.learning_rate.iloc[-1], rows[quantity].iloc[-1]
+    for name, rows in table[table.loss.notna()].groupby("variant", sort=False):
+        ends[str(name)] = rows.learning_rate.iloc[-1], rows.loss.iloc[-1]
     label_ends(ax, ends, looks)
-
-
-def _scales(losses: Axes, spikes: Axes) -> None:
-    """Losses on a logarithmic axis; spikes too, but from zero."""
-    losses.set_yscale("log")
-    losses.yaxis.set_major_formatter("{x:g}")
-    losses.yaxis.set_minor_formatter(NullFormatter())
-    spikes.set_yscale("symlog", linthresh=1.0)
-    spikes.set_ylim(bottom=-0.1)
-    spikes.yaxis.set_major_formatter("{x:g}")
