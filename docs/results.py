@@ -218,16 +218,19 @@ def stability(scale: Scale, columns: Sequence[Column]) -> str:
         header = ("variant", *(f"{rate:g}" for rate in rates))
         parts += [f"With {panel}, by learning rate:", markdown.table(header, cells, left=1)]
     runs = [run for column in columns for run in column.runs]
-    commits = {run.environment["commit"][:10] for run in runs}
-    return "\n\n".join([*parts, f"Scale {scale.name}, commits {', '.join(sorted(commits))}."])
+    commits = sorted({run.environment["commit"][:10] for run in runs})
+    seeds = table.seeds.min()
+    about = f"{seeds} seed{'s' if seeds > 1 else ''}, commits {', '.join(commits)}"
+    return "\n\n".join([*parts, f"Scale {scale.name}, {about}."])
 
 
 def steadiness(cell: Any) -> str:
     """The loss of a variant at a rate, and what happened to its runs."""
     row = cell.iloc[0]
     loss = "-" if math.isnan(row.loss) else f"{row.loss:.3f}"
+    spikes = round(row.spikes * row.seeds)
     told = {
-        f"{row.spikes:.1f} spikes": row.spikes,
+        f"{spikes} spike{'s' if spikes > 1 else ''}": spikes,
         f"{row.skipped} skipped": row.skipped,
         f"{row.diverged} of {row.seeds} diverged": row.diverged,
     }
