@@ -7,7 +7,6 @@ the number of keys of a single query is rounded down to a power of two.
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,7 +33,7 @@ class Signature(NamedTuple):
             two (unless a state is given or returned); likewise ``v``.
         types: the dtypes and devices of queries, keys and values.
         mask: what is checked of the mask (:func:`_checked`); ``None`` without one.
-        others: what is checked of each other tensor (``_OTHERS``), likewise.
+        others: what is checked of each other tensor (:func:`_others`), likewise.
         state: what is checked of a given state, likewise.
         return_state: whether a state is returned.
         padding: whether hidden tokens are padding.
@@ -125,7 +124,7 @@ def signature_of(call: Call, form: str, part: bool, threads: int, numbers: Numbe
     before = getattr(state, "sums", None)
     needs = trained or (grad and any(getattr(x, "requires_grad", False) for x in (decay, before)))
     of_q, of_k, of_v, mask = q.shape, k.shape, v.shape, _checked(call.mask)
-    others = tuple([x if x is None else _checked(x) for x in _others_of(call)])
+    others = tuple([x if x is None else _checked(x) for x in _others(call)])
     if of_q[2:3] == _SINGLE and _decodes(call, numbers):
         keys = of_k[2]
         of_k, of_v = _rounded(of_k), _rounded(of_v)
@@ -157,20 +156,23 @@ def signature_of(call: Call, form: str, part: bool, threads: int, numbers: Numbe
 
 _SINGLE = (1,)
 _AUTOCAST = ("cpu", "cuda")  # not every other device can say whether it is on
-_OTHERS = (
-    "log_decay",
-    "coefficients",
-    "input_gate",
-    "output_gate",
-    "length_power",
-    "sink",
-    "outside_scale",
-    "outside_q",
-    "outside_k",
-    "norm_weight",
-    "norm_bias",
-)
-_others_of = attrgetter(*_OTHERS)
+
+
+def _others(call: Call) -> tuple[Any, ...]:
+    """The tensors beside queries, keys, values and mask; decays first."""
+    return (
+        call.log_decay,
+        call.coefficients,
+        call.input_gate,
+        call.output_gate,
+        call.length_power,
+        call.sink,
+        call.outside_scale,
+        call.outside_q,
+        call.outside_k,
+        call.norm_weight,
+        call.norm_bias,
+    )
 
 
 def _decodes(call: Call, numbers: Numbers) -> bool:
