@@ -195,6 +195,21 @@ def test_the_plans_are_as_few_as_there_is_room_for(monkeypatch: pytest.MonkeyPat
         assert len(plan._PLANS) <= 3
 
 
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_a_plan_for_fewer_keys_hides_no_mistake(decay: Any) -> None:
+    """Where heads or channels are as many as keys, decays of one are not those of the other."""
+    spec = sr.AttentionSpec(decay=decay)
+    right, wrong = ((2,), (3,)) if decay == "head" else ((1, 2, 2, 2), (1, 2, 2, 3))
+
+    def attend(keys: int, shape: tuple[int, ...]) -> Tensor:
+        q, k = torch.randn(1, 2, 1, 2), torch.randn(1, 2, keys, 2)
+        return sr.attention(q, k, k, spec, log_decay=-torch.rand(shape))
+
+    found = differences(lambda: attend(2, right), lambda: attend(3, wrong))
+    assert found[0] == found[1]
+    assert found[0][0] is ValueError
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_decoding_needs_few_plans(masked: bool) -> None:
     """Each token has a key more than the one before."""

@@ -130,7 +130,8 @@ def signature_of(call: Call, form: str, part: bool, threads: int, numbers: Numbe
         of_k, of_v = _rounded(of_k), _rounded(of_v)
         if mask is not None:
             mask = _of_keys(mask, keys)
-        if others[0] is not None:  # the decays
+        # Only these decays have the keys last: others may have as many heads or channels.
+        if others[0] is not None and call.spec.decay == "token":
             others = (_of_keys(others[0], keys), *others[1:])
     return Signature(
         call.spec,
