@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         SoftmaxRNNForCausalLM,
         convert,
         from_llama,
+        modules_to_save,
     )
 
 __version__ = "0.1.0"
@@ -52,6 +53,7 @@ __all__ = [
     "forms",
     "from_llama",
     "layer_options",
+    "modules_to_save",
     "order_for",
     "register_variant",
     "remainder_bound",
@@ -61,7 +63,7 @@ __all__ = [
 ]
 _MODEL_NAMES = (
     *("RecurrentCache", "SoftmaxRNNConfig", "SoftmaxRNNForCausalLM"),
-    *("convert", "from_llama"),
+    *("convert", "from_llama", "modules_to_save"),
 )
 
 

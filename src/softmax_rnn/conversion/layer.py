@@ -290,8 +290,9 @@ def attend(
     Raises:
         ValueError: for a module that was not converted, or what a converted one cannot compute.
     """
-    layer = getattr(module, PART, None)
-    if not isinstance(layer, ConvertedLayer):
+    layer = getattr(module, PART, None)  # or one around it, such as peft's modules_to_save
+    record = getattr(layer, "record", None)
+    if layer is None or not isinstance(record, ConvertedAttention):
         raise ValueError(
             f"This {type(module).__name__} was not converted: {CONVERTED!r} is the attention of "
             "models that softmax_rnn.convert returns; load saved ones with an Auto class."
@@ -307,7 +308,6 @@ def attend(
             f"0, not {dropout} (attention_dropout, attn_pdrop or attention_probs_dropout_prob in "
             "the configuration), to train it."
         )
-    record = layer.record
     if scaling is not None and scaling != record.scaling:
         raise ValueError(
             f"{record.module} scales its scores by {scaling}, but by {record.scaling} when it was "
@@ -322,6 +322,37 @@ def converted_layers(model: nn.Module) -> list[ConvertedLayer]:
     """The layers of a model whose attention is no longer the source's."""
     layers = (module for module in model.modules() if isinstance(module, ConvertedLayer))
     return [layer for layer in layers if not layer.is_source]
+
+
+def modules_to_save(model: nn.Module) -> list[str]:
+    """The names of the modules that hold a conversion's new parameters, as peft takes them.
+
+    peft trains its own additions to linear layers and freezes all else. The new attention has to
+    be trained as a whole; these names, given to peft, let it do that, and save it.
+
+    Args:
+        model: a converted model.
+
+    Returns:
+        What ``modules_to_save`` of peft's configurations takes; empty if nothing is new.
+
+    Raises:
+        ValueError: for a model that is not converted.
+
+    Example:
+        >>> model = sr.convert(model, "window_state:64")
+        >>> settings = LoraConfig(
+        ...     target_modules="all-linear", modules_to_save=sr.modules_to_save(model)
+        ... )
+        >>> model = get_peft_model(model, settings)
+    """
+    if not any(isinstance(module, ConvertedLayer) for module in model.modules()):
+        raise ValueError(
+            f"modules_to_save: this {type(model).__name__} is not converted; softmax_rnn.convert "
+            "does that."
+        )
+    new = any(True for layer in converted_layers(model) for _ in layer.parameters())
+    return [PART] if new else []
 
 
 @contextlib.contextmanager

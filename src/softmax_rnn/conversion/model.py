@@ -7,6 +7,7 @@ model, with plain softmax. The type says what to import.
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from transformers.models.auto import modeling_auto
 
 from softmax_rnn._utils.errors import shown
 from softmax_rnn.conversion.cache import KeyValueLayer, StateLayer
-from softmax_rnn.conversion.layer import CONVERTED, ConvertedLayer
+from softmax_rnn.conversion.layer import CONVERTED, ConvertedLayer, converted_layers
 from softmax_rnn.conversion.record import ConvertedAttention
 from softmax_rnn.models.cache import RecurrentCache, state_bytes
 from softmax_rnn.models.generation import OwnCacheGeneration, with_own_cache
@@ -155,6 +156,17 @@ class ConvertedModel(PreTrainedModel):
         super().initialize_weights()
         reset_unloaded(self)
 
+    def train(self, mode: bool = True) -> Any:
+        """As the base class, with a warning if all parameters of the new attention are frozen."""
+        if mode and (frozen := _only_new_is_frozen(self)):
+            warnings.warn(
+                f"{frozen:,} parameters of this model's new attention are frozen, while others are "
+                "trained. With peft, give modules_to_save=softmax_rnn.modules_to_save(model); "
+                "else set requires_grad of the modules named softmax_rnn.",
+                stacklevel=2,
+            )
+        return super().train(mode)
+
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """As the base class; ``attn_implementation`` is ignored."""
@@ -190,6 +202,15 @@ class ConvertedModel(PreTrainedModel):
                 layers[record.index] = KeyValueLayer(window)
             any_own |= own or has_state
         return RecurrentCache(layers=layers) if any_own else usual
+
+
+def _only_new_is_frozen(model: PreTrainedModel) -> int:
+    """How many parameters the new attention has, if none of them is trained but others are."""
+    own = [x for layer in converted_layers(model) for x in layer.parameters()]
+    if not own or any(x.requires_grad for x in own):
+        return 0
+    others = any(x.requires_grad for x in model.parameters())
+    return sum(x.numel() for x in own) if others else 0
 
 
 def _state_bytes(record: ConvertedAttention, dtype: torch.dtype) -> int | None:

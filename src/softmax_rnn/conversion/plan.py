@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from softmax_rnn._utils.progress import ProgressBar
 from softmax_rnn._utils.units import bytes_text, count_text, hours_text
 from softmax_rnn.conversion.initial_values import fit_initial_values
+from softmax_rnn.conversion.layer import modules_to_save
 from softmax_rnn.conversion.measures import Findings, measurements
 from softmax_rnn.conversion.report import BLOCKS
 from softmax_rnn.conversion.stages import ROWS, Conversion, measured_scores
@@ -23,7 +24,6 @@ from softmax_rnn.conversion.trainable import (
     check_length,
     conversion_model,
     converted_source,
-    has_parameters,
 )
 from softmax_rnn.experiments.costs import Cost, gpu_hours, times_on
 from softmax_rnn.models.loading import HUB, meta_model
@@ -235,7 +235,7 @@ def _fit_and_report(config: ConversionConfig) -> tuple[float, float, bool]:
     fit = loading + expected_seconds(lambda done: measured_scores(source, list(rows), done))
     fit += expected_seconds(lambda done: fit_initial_values(model, list(rows[:ROWS]), done))
     report = 2 * loading + _report_seconds(source, model, rows[:BLOCKS])
-    return fit, report, has_parameters(model)
+    return fit, report, bool(modules_to_save(model))
 
 
 def _rows(model: PreTrainedModel, count: int, length: int) -> Tensor:

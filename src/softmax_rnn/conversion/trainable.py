@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from softmax_rnn.conversion.convert import convert
-from softmax_rnn.conversion.layer import ConvertedLayer, converted_layers
+from softmax_rnn.conversion.layer import ConvertedLayer, converted_layers, modules_to_save
 from softmax_rnn.conversion.lora import add_lora
 from softmax_rnn.conversion.model import ConvertedModel
 from softmax_rnn.ops import AttentionSpec
@@ -33,7 +33,7 @@ def conversion_model(
     layers = converted_layers(model)
     if not layers:
         raise ValueError(f"attention={config.attention!r} leaves nothing to train: it is softmax.")
-    if config.objective == "transfer" and not has_parameters(model):
+    if config.objective == "transfer" and not modules_to_save(model):
         raise ValueError(
             f"attention={config.attention!r} has no parameters of its own: objective='transfer' "
             "has nothing to train."
@@ -45,11 +45,6 @@ def conversion_model(
     for layer in layers:
         layer.requires_grad_(True)
     return model, identity
-
-
-def has_parameters(model: PreTrainedModel) -> bool:
-    """Whether the converted attention of a model has parameters of its own."""
-    return any(True for layer in converted_layers(model) for _ in layer.parameters())
 
 
 def converted_source(
