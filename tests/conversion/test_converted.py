@@ -205,7 +205,7 @@ def test_compiled_logits_are_the_same(family: str, name: str) -> None:
 
 def test_packed_sequences_do_not_see_each_other() -> None:
     positions = torch.cat((torch.arange(7), torch.arange(5)))[None]
-    for name in ("softmax", "taylor:2+decay", "window:3"):
+    for name in ("softmax", "taylor:2+decay", "window:3", "window_state:3", "lolcats:2", "norm"):
         model, ids = converted("Llama", name), IDS[:1]
         found = model(ids, position_ids=positions, use_cache=False).logits
         parts = [model(part, use_cache=False).logits for part in ids.split([7, 5], dim=1)]

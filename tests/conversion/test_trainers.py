@@ -10,7 +10,12 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainingArguments,
+)
 
 import softmax_rnn as sr
 from converted_families import IDS, converted, source
@@ -42,7 +47,8 @@ def test_the_trainer_of_transformers_trains_the_new_attention(tmp_path: Path) ->
     before = new_parameters(model)
     trained(model, tmp_path)
     after = new_parameters(model)
-    assert before and all(not torch.equal(before[name], after[name]) for name in before)
+    assert before
+    assert all(not torch.equal(before[name], after[name]) for name in before)
 
 
 def test_peft_trains_and_saves_the_new_attention(tmp_path: Path) -> None:
@@ -73,9 +79,7 @@ def test_peft_trains_and_saves_the_new_attention(tmp_path: Path) -> None:
     merged.save_pretrained(tmp_path / "merged")
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.allclose(whole(IDS).logits, logits, atol=1e-4)
-    assert torch.equal(
-        whole.generate(IDS, max_new_tokens=8), model.generate(IDS, max_new_tokens=8)
-    )
+    assert torch.equal(whole.generate(IDS, max_new_tokens=8), model.generate(IDS, max_new_tokens=8))
 
 
 def test_a_warning_tells_of_frozen_new_parameters() -> None:
@@ -100,3 +104,27 @@ def test_names_for_peft() -> None:
     assert sr.modules_to_save(converted("Llama", "gate")) != []
     with pytest.raises(ValueError, match="this LlamaForCausalLM is not converted"):
         sr.modules_to_save(source("Llama"))
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_packed_documents_train_as_documents_one_by_one(flash: bool, tmp_path: Path) -> None:
+    documents = [
+        {"input_ids": row[:length].tolist()} for row, length in zip(IDS, (12, 7), strict=True)
+    ]
+    for name in ("window_state:4", "lolcats:4"):
+        model = converted("Llama", name).double()
+        collator = DataCollatorWithFlattening(return_flash_attn_kwargs=flash)
+        packed = model(**collator(documents), use_cache=False)
+        packed.loss.backward()
+        found = {key: x.grad for key, x in model.named_parameters()}
+        model.zero_grad()
+        sums = []
+        for document in documents:
+            ids = torch.tensor([document["input_ids"]])
+            count = ids.shape[1] - 1
+            sums.append(model(ids, labels=ids, use_cache=False).loss * count)
+        expected = sum(sums) / (11 + 6)
+        torch.testing.assert_close(packed.loss, expected)
+        expected.backward()
+        for key, x in model.named_parameters():
+            torch.testing.assert_close(found[key], x.grad, msg=key)

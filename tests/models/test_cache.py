@@ -335,9 +335,3 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     cache.reset()
     with pytest.raises(ValueError, match="is empty"):
         cache.save(tmp_path / "cache.safetensors")
-
-
-def test_convolutions_refuse_packed_sequences() -> None:
-    positions = torch.tensor([[0, 1, 2, 0, 1]])
-    with pytest.raises(ValueError, match="A short convolution sees tokens, not pairs of them"):
-        convolved("softmax")(torch.ones_like(positions), position_ids=positions, use_cache=False)

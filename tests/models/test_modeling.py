@@ -247,17 +247,6 @@ def test_parts_that_a_file_lacks_start_as_in_a_fresh_model(name: str, tmp_path: 
         torch.testing.assert_close(layer.decay.bias.sigmoid(), torch.tensor([31 / 32, 511 / 512]))
 
 
-def test_packed_sequences_do_not_see_each_other() -> None:
-    """Also with a decay: the full mask hides other sequences, and decays count from the key."""
-    for name in ("softmax", "forgetting", "window:3", "cosformer", "lolcats:3"):
-        model = build(name)
-        ids = torch.randint(0, 61, (1, 12))
-        positions = torch.cat((torch.arange(7), torch.arange(5)))[None]
-        found = model(ids, position_ids=positions, use_cache=False).logits
-        parts = [model(part, use_cache=False).logits for part in ids.split([7, 5], dim=1)]
-        torch.testing.assert_close(found, torch.cat(parts, dim=1), atol=1e-4, rtol=1e-4)
-
-
 def test_options_in_a_config(tmp_path: Path) -> None:
     config = sr.SoftmaxRNNConfig(attention="based", layer_options={"temperature": True}, **TINY)
     assert config.options == sr.LayerOptions(qk_dim=16, temperature=True)

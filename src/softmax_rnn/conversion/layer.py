@@ -22,7 +22,7 @@ from softmax_rnn import attention
 from softmax_rnn.conversion.cache import KeyValueLayer, StateLayer, with_earlier
 from softmax_rnn.conversion.record import ConvertedAttention
 from softmax_rnn.conversion.rotations import unrotated
-from softmax_rnn.models.masks import mask_of_family
+from softmax_rnn.models.masks import mask_of_family, segments_shown
 from softmax_rnn.ops import (
     AttentionCore,
     LayerOptions,
@@ -30,6 +30,7 @@ from softmax_rnn.ops import (
     Projected,
     is_per_key,
     require_first_keys,
+    segments_of,
 )
 
 CONVERTED = "softmax_rnn_converted"  # the attention's name in transformers, and the model type
@@ -147,6 +148,7 @@ class ConvertedLayer(AttentionCore):
         inputs: _Inputs,
         causal: bool,
         sinks: Tensor | None,
+        segments: Tensor | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -158,10 +160,24 @@ class ConvertedLayer(AttentionCore):
             inputs: the hidden states [B, T, hidden_size] of the new tokens, and the cache.
             causal: whether a query sees no later key, if there is no mask.
             sinks: the family's sinks [H].
+            segments: integers [B or 1, T] of packed sequences, in place of a mask.
 
         Returns:
             [B, T, H, E].
         """
+        if segments is not None:
+            divided = segments_of(segments, len(query))
+            parts = zip(
+                *(divided.split(x, 2) for x in (query, key, value)),
+                divided.split(inputs.hidden_states, 1),
+                divided.split_all(inputs.position_embeddings, 1),
+                strict=True,
+            )
+            outs = [
+                self.forward(q, k, v, None, _Inputs(x, None, rotary), causal, sinks)
+                for q, k, v, x, rotary in parts
+            ]
+            return divided.join(outs, 1)
         cache = None
         if inputs.cache is not None and self.record.index < len(inputs.cache.layers):
             cache = inputs.cache.layers[self.record.index]
@@ -315,7 +331,10 @@ def attend(
         )
     causal = record.causal if is_causal is None else bool(is_causal)
     inputs = kwargs[INPUTS]
-    return layer(query, key, value, attention_mask, inputs, causal, s_aux), None
+    segments = None
+    if inputs.cache is None and query.shape[2] == key.shape[2]:
+        segments = segments_shown(attention_mask, key.shape[2], causal, kwargs)
+    return layer(query, key, value, attention_mask, inputs, causal, s_aux, segments), None
 
 
 def converted_layers(model: nn.Module) -> list[ConvertedLayer]:

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from softmax_rnn.models.cache import RecurrentCache
-from softmax_rnn.ops import Attention, Projected, require_first_keys
+from softmax_rnn.models.masks import segments_shown
+from softmax_rnn.ops import Attention, Projected, Segments, require_first_keys, segments_of
 
 
 class LlamaAttention(Attention):
@@ -32,7 +33,7 @@ class LlamaAttention(Attention):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         position_ids: Tensor | None = None,
-        **_: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         """Attend causally.
 
@@ -45,6 +46,8 @@ class LlamaAttention(Attention):
             past_key_values: a key/value cache to extend, or a :class:`RecurrentCache`, for which
                 the mask covers only the new keys.
             position_ids: the tokens' positions [B or 1, T].
+            options: further arguments of transformers; ``cu_seq_lens_q`` tells where packed
+                sequences begin, as does a full mask of them. Each is computed alone.
 
         Returns:
             The output [B, T, hidden_size], and ``None`` instead of attention weights.
@@ -53,6 +56,11 @@ class LlamaAttention(Attention):
             ValueError: for a mask or cache that this attention cannot use; see :meth:`_extend`.
         """
         mask = None if attention_mask is None else _visible(attention_mask)
+        if past_key_values is None:
+            ids = segments_shown(mask, hidden_states.shape[1], True, options)
+            if ids is not None:
+                tokens = hidden_states, position_embeddings, position_ids
+                return self._each_segment(segments_of(ids, len(hidden_states)), *tokens), None
         cached = None
         if isinstance(past_key_values, RecurrentCache):
             cached = past_key_values.layer(self.layer_idx)
@@ -62,7 +70,7 @@ class LlamaAttention(Attention):
         )
         if past_key_values is not None and cached is None:
             projected = self._extend(projected, past_key_values)
-        options: dict[str, Any] = {"mask": mask}
+        options = {"mask": mask}
         if mask is not None:
             options["causal"] = self._is_causal(mask, projected, past_key_values)
             require_first_keys(self.spec, mask)
@@ -72,6 +80,23 @@ class LlamaAttention(Attention):
             options |= {"state": state, "return_state": True}
             out, cached.state = self.attend(hidden_states, projected, **options)
         return self.merge(out), None
+
+    def _each_segment(
+        self,
+        segments: Segments,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        position_ids: Tensor | None,
+    ) -> Tensor:
+        """The output of packed sequences, each alone."""
+        parts = zip(
+            segments.split(hidden_states, 1),
+            segments.split_all(position_embeddings, 1),
+            segments.split_all(position_ids, 1),
+            strict=True,
+        )
+        outs = [self.forward(x, rotary, position_ids=places)[0] for x, rotary, places in parts]
+        return segments.join(outs, 1)
 
     def _extend(self, projected: Projected, cache: Cache) -> Projected:
         """Add the tokens to a key/value cache, and return the earlier ones as well.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -74,3 +75,36 @@ def full_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The boolean mask of transformers [B, 1, T, S], even where none is needed."""
     kept = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return sdpa_mask(*args, **{**kwargs, **kept})
+
+
+def segments_shown(
+    mask: Tensor | None, tokens: int, causal: bool, options: Mapping[str, Any]
+) -> Tensor | None:
+    """The segments [B or 1, T] of packed sequences; ``None`` if there are none.
+
+    A mask shows them in which a token sees its own segment alone, as transformers makes it of
+    positions that begin again. FlashAttention's arguments tell them as well.
+
+    Args:
+        mask: boolean, [B, 1, T, S].
+        tokens: T.
+        causal: whether a token sees no later one.
+        options: further arguments of an attention module, such as ``cu_seq_lens_q``.
+
+    Raises:
+        ValueError: for lengths that are not those of the tokens.
+    """
+    bounds = options.get("cu_seq_lens_q")
+    if bounds is not None:
+        if int(bounds[-1]) != tokens:
+            raise ValueError(
+                f"cu_seq_lens_q ends at {int(bounds[-1])}, but there are {tokens} tokens."
+            )
+        places = torch.arange(tokens, device=bounds.device)
+        return torch.searchsorted(bounds, places.to(bounds.dtype), right=True)[None]
+    if mask is None or mask.shape[1:] != (1, tokens, tokens) or torch.compiler.is_compiling():
+        return None
+    first = mask[:, 0].to(torch.uint8).argmax(dim=-1)  # the first key that a query sees
+    packed = first.unsqueeze(2) == first.unsqueeze(1)
+    packed = packed.tril() if causal else packed
+    return first if tokens > 1 and torch.equal(packed, mask[:, 0]) else None

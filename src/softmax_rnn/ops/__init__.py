@@ -37,6 +37,7 @@ from softmax_rnn.ops.layer.parts import LayerPart
 from softmax_rnn.ops.monomials import degrees, dimension, state_size
 from softmax_rnn.ops.options import LayerOptions
 from softmax_rnn.ops.padding import hidden_first, taken
+from softmax_rnn.ops.segments import Segments, segments_of
 from softmax_rnn.ops.series import MAX_RADIUS, PowerSeries, order_for
 from softmax_rnn.ops.spec import INVERSE_SQRT, AttentionSpec, Denominator
 from softmax_rnn.ops.state import State
@@ -59,6 +60,7 @@ __all__ = [
     "Mapped",
     "PowerSeries",
     "Projected",
+    "Segments",
     "State",
     "Variant",
     "compute_dtype",
@@ -75,6 +77,7 @@ __all__ = [
     "require_first_keys",
     "resolve",
     "resolve_layer",
+    "segments_of",
     "state_size",
     "taken",
     "visible",

@@ -15,9 +15,10 @@ from softmax_rnn.ops.finish import outputs
 from softmax_rnn.ops.finite import all_finite, check_output, check_sums, scaled_for_powers
 from softmax_rnn.ops.forms.row_sums import RowSums, no_autocast, without_hidden
 from softmax_rnn.ops.forms.token import Weights, after_state, softmax
-from softmax_rnn.ops.inputs import Call, check_not_growing
+from softmax_rnn.ops.inputs import Call, check, check_not_growing
 from softmax_rnn.ops.padding import Packed
 from softmax_rnn.ops.plan import Plan, planned
+from softmax_rnn.ops.segments import calls_of, check_segments, segments_of
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import KeptKeys, State, next_state
 from softmax_rnn.ops.variants import resolve
@@ -42,6 +43,7 @@ class _Options(TypedDict, total=False):
     norm_weight: Tensor | None
     norm_bias: Tensor | None
     form: str
+    segments: Tensor | None
     state: State | None
 
 
@@ -83,6 +85,7 @@ def attention(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     form: str = "auto",
+    segments: Tensor | None = None,
     state: State | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, State]:
@@ -125,6 +128,9 @@ def attention(
         norm_weight: [E], scale of the ``rms`` and ``layer`` norms; ones if not given.
         norm_bias: [E], shift of the ``layer`` norm; zeros if not given.
         form: ``auto``, or one of :func:`forms` (all agree up to rounding errors).
+        segments: integers [B or 1, S], for several sequences in a row: a token sees those tokens
+            alone that have its number, and no other number between. The output is that of the
+            sequences one by one. Without a state.
         state: the sums of a finite series over earlier keys (section 3.1). Every query sees these
             keys as well. Gradients flow through the state. With a state, ``mask`` is per key,
             [B, 1, 1, S].
@@ -181,9 +187,28 @@ def attention(
         norm_weight,
         norm_bias,
     )
-    plan = planned(call, form if isinstance(form, str) else repr(form))
-    if log_decay is not None:
-        check_not_growing(log_decay)
+    form = form if isinstance(form, str) else repr(form)
+    if segments is None:
+        return _computed(call, form)
+    check(call)
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"With segments, queries and keys must be of the same tokens, not {q.shape[2]} "
+            f"queries and {k.shape[2]} keys."
+        )
+    check_segments(segments, k.transpose(1, 2), call.stateful)
+    divided = segments_of(segments, len(q))
+    if len(divided.batches) == 0:  # no token
+        return _computed(call, form)
+    parts: list[Any] = [_computed(part, form) for part in calls_of(call, divided)]
+    return divided.join(parts, 2)
+
+
+def _computed(call: Call, form: str) -> Tensor | tuple[Tensor, State]:
+    """The result of a call, in the shortest way that its plan allows."""
+    plan = planned(call, form)
+    if call.log_decay is not None:
+        check_not_growing(call.log_decay)
     if plan.path in _SHORT:
         found = _SHORT[plan.path](call)
         if found is not None:  # else the general way tells what is wrong with its numbers

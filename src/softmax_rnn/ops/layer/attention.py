@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from softmax_rnn.ops.layer.core import ACTIVATIONS, AttentionCore, Projected
 from softmax_rnn.ops.layer.parts import ShortConvolution
 from softmax_rnn.ops.options import LayerOptions
+from softmax_rnn.ops.segments import check_segments, segments_of
 from softmax_rnn.ops.spec import AttentionSpec
 from softmax_rnn.ops.state import State
 
@@ -146,6 +147,7 @@ class Attention(AttentionCore):
         mask: Tensor | None = None,
         *,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
+        segments: Tensor | None = None,
         state: State | None = None,
         return_state: bool = False,
     ) -> Any:
@@ -156,6 +158,7 @@ class Attention(AttentionCore):
             mask: visible keys (True), broadcast to [B, H, T, T]; a mask of tokens [B, T] is given
                 as ``mask[:, None, None]``.
             position_embeddings: the rotary cosines and sines, each [B or 1, T, head_dim].
+            segments: integers [B or 1, T], for several sequences in a row; each is computed alone.
             state: the state of the earlier tokens, for a finite series.
             return_state: whether to return the state after these tokens as well.
 
@@ -168,6 +171,18 @@ class Attention(AttentionCore):
                 apply to tokens.
         """
         self._check(hidden_states, position_embeddings)
+        if segments is not None:
+            stateful = state is not None or return_state
+            check_segments(segments, hidden_states, stateful)
+            divided = segments_of(segments, len(hidden_states))
+            parts = zip(
+                divided.split(hidden_states, 1),
+                divided.split_mask(mask, causal=True),
+                divided.split_all(position_embeddings, 1),
+                strict=True,
+            )
+            each = [self.forward(x, shown, position_embeddings=at) for x, shown, at in parts]
+            return divided.join(each, 1)
         projected = self.project(hidden_states, position_embeddings, mask=mask, state=state)
         options = {"mask": mask, "state": state, "return_state": return_state}
         result = self.attend(hidden_states, projected, **options)
