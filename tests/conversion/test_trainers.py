@@ -19,6 +19,7 @@ from transformers import (
 
 import softmax_rnn as sr
 from converted_families import IDS, converted, source
+from softmax_rnn.conversion.layer import Attending, substituted
 
 NEW = "softmax_rnn."  # in the names of the new attention's parameters
 
@@ -128,3 +129,32 @@ def test_packed_documents_train_as_documents_one_by_one(flash: bool, tmp_path: P
         expected.backward()
         for key, x in model.named_parameters():
             torch.testing.assert_close(found[key], x.grad, msg=key)
+
+
+def test_stages_of_a_conversion_on_packed_documents() -> None:
+    """Each objective sees every document alone."""
+    positions = torch.cat((torch.arange(7), torch.arange(5)))[None]
+    model = converted("Llama", "window_state:3").double()
+    packed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    alone: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for kept, batches in (
+        (packed, [{"input_ids": IDS[:1], "position_ids": positions}]),
+        (alone, [{"input_ids": x} for x in IDS[:1].split([7, 5], dim=1)]),
+    ):
+
+        def compare(
+            what: Attending, kept: list[tuple[torch.Tensor, torch.Tensor]] = kept
+        ) -> torch.Tensor:
+            expected = what.source()
+            kept.append((what.converted(), expected))
+            return expected
+
+        with substituted(model, compare), torch.no_grad():
+            for batch in batches:
+                model(**batch, use_cache=False)
+    layers = len(packed)
+    assert len(alone) == 2 * layers
+    for place, pair in enumerate(packed):
+        for which, found in enumerate(pair):
+            parts = [alone[layers * half + place][which] for half in range(2)]
+            torch.testing.assert_close(found, torch.cat(parts, dim=1), rtol=1e-6, atol=1e-6)

@@ -11,7 +11,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from softmax_rnn.data import DocumentRows, load_tokenizer, prepare
+from softmax_rnn.data import (
+    DocumentRows,
+    SegmentedBlocks,
+    ValidationCorpus,
+    load_tokenizer,
+    prepare,
+)
 from softmax_rnn.models import SoftmaxRNNForCausalLM, initialize
 from softmax_rnn.training import train
 from softmax_rnn.training.folder import RunFolder
@@ -67,6 +73,67 @@ def test_a_document_a_row_counts_and_learns_from_its_tokens_alone(
     once = train(tiny(lengths, **{**vars(config), "steps": 1, "log_every": 1}), tmp_path / "one")
     expected = sum(losses) / (tokens[0] - 4)
     assert once.metrics.loss.iloc[0] == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("validation", [False, True])
+def test_blocks_of_segments_are_the_documents(lengths: Path, validation: bool) -> None:
+    """Every document is in its blocks again, begins at position 0, and is predicted after it."""
+    corpus = prepare(str(lengths), load_tokenizer("bytes"), test_fraction=0.2)
+    if validation:
+        corpus = ValidationCorpus.of(corpus, 0.2, 1)
+    block, ends = 32, corpus.manifest["end_of_text"]
+    for split in ("train", "test"):
+        rows = SegmentedBlocks(corpus, split, block)
+        stream = torch.cat([rows[i]["input_ids"] for i in range(len(rows))])
+        positions = torch.cat([rows[i]["position_ids"] for i in range(len(rows))])
+        labels = torch.cat([rows[i]["labels"] for i in range(len(rows))])
+        begins = torch.zeros(len(stream), dtype=torch.bool)
+        begins[1:] = stream[:-1] == ends
+        assert begins.sum() > 3
+        expected, last = [], 0
+        for place in range(len(stream)):
+            last = place if begins[place] or place % block == 0 else last
+            expected.append(place - last)
+        assert positions.tolist() == expected
+        inner = begins & (torch.arange(len(stream)) % block > 0)
+        assert torch.equal(labels, stream.masked_fill(inner, -100))
+        drawn = rows.drawn_rows(3, 5, 30)
+        counted = sum(int((row["labels"][1:] != -100).sum()) for row in drawn)
+        assert rows.predicted(3, 5, 30) == counted
+
+
+@pytest.mark.parametrize("attention", ["gate", "mamba2", "window_taylor:2"])
+def test_segments_learn_from_each_document_alone(
+    lengths: Path, tmp_path: Path, attention: str
+) -> None:
+    fields = {"attention": attention, "packing": "segments", "steps": 1, "log_every": 1}
+    config = tiny(lengths, **fields, save_every=1, evaluate_every=1)
+    folder = train(config, tmp_path / "run")
+    corpus = prepare(str(lengths), load_tokenizer("bytes"), test_fraction=config.test_fraction)
+    model = SoftmaxRNNForCausalLM(model_config(config, 257, 256))
+    initialize(model, config.seed)
+
+    def losses(row: dict[str, torch.Tensor]) -> torch.Tensor:
+        begins = torch.where(row["position_ids"] == 0)[0].tolist()
+        found = []
+        for first, last in zip(begins, [*begins[1:], config.block_size], strict=True):
+            ids = row["input_ids"][first:last]
+            logits = model(ids[None]).logits[0, :-1]
+            found.append(F.cross_entropy(logits, ids[1:], reduction="none"))
+        return torch.cat(found).detach()
+
+    rows = SegmentedBlocks(corpus, "train", config.block_size)
+    first = torch.cat([losses(row) for row in rows.drawn_rows(config.seed, 0, 4)])
+    assert folder.metrics.loss.iloc[0] == pytest.approx(float(first.mean()), rel=1e-4)
+    model = AutoModelForCausalLM.from_pretrained(folder.checkpoints[-1]).eval()
+    test = SegmentedBlocks(corpus, "test", config.block_size)
+    each = [losses(test[i]) for i in range(len(test))]
+    np.testing.assert_allclose(folder.test_losses, [x.mean() for x in each], rtol=1e-4)
+
+
+def test_segments_are_not_for_shared_blocks(texts: Path) -> None:
+    with pytest.raises(ValueError, match="packing='segments' is not for blocks"):
+        tiny(texts, packing="segments", context_parallel=2)
 
 
 def test_documents_resumed_count_the_same_tokens(lengths: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from softmax_rnn.conversion.checks import (
     check_return,
     check_softmax,
 )
-from softmax_rnn.conversion.layer import ConvertedLayer
+from softmax_rnn.conversion.layer import PART, ConvertedLayer, converted_layers
 from softmax_rnn.conversion.model import converted_config, converted_model, register
 from softmax_rnn.conversion.probe import Call, examined, inputs_of, rotations
 from softmax_rnn.conversion.record import ConvertedAttention
@@ -78,6 +78,37 @@ def convert(
     config.__class__, model.__class__ = converted_config(family), converted_model(kind, family)
     model.set_attn_implementation("")  # its own, whatever is asked for
     return model
+
+
+def modules_to_save(model: nn.Module) -> list[str]:
+    """The names of the modules that hold a conversion's new parameters, as peft takes them.
+
+    peft trains its own additions to linear layers and freezes all else. The new attention has to
+    be trained as a whole; these names, given to peft, let it do that, and save it.
+
+    Args:
+        model: a converted model.
+
+    Returns:
+        What ``modules_to_save`` of peft's configurations takes; empty if nothing is new.
+
+    Raises:
+        ValueError: for a model that is not converted.
+
+    Example:
+        >>> model = sr.convert(model, "window_state:64")
+        >>> settings = LoraConfig(
+        ...     target_modules="all-linear", modules_to_save=sr.modules_to_save(model)
+        ... )
+        >>> model = get_peft_model(model, settings)
+    """
+    if not any(isinstance(module, ConvertedLayer) for module in model.modules()):
+        raise ValueError(
+            f"modules_to_save: this {type(model).__name__} is not converted; softmax_rnn.convert "
+            "does that."
+        )
+    new = any(True for layer in converted_layers(model) for _ in layer.parameters())
+    return [PART] if new else []
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from softmax_rnn.ops import (
     LayerOptions,
     Mapped,
     Projected,
+    Segments,
     is_per_key,
     require_first_keys,
     segments_of,
@@ -67,6 +68,7 @@ class Attending:
         inputs: the hidden states.
         sinks: the family's sinks [H].
         visible: ``mask`` and ``causal``, as the operation takes them.
+        segments: integers [B or 1, T] of packed sequences; ``None`` for one in a row.
     """
 
     layer: ConvertedLayer
@@ -76,6 +78,7 @@ class Attending:
     inputs: _Inputs
     sinks: Tensor | None
     visible: dict[str, Any]
+    segments: Tensor | None = None
 
     def converted(self, **options: Any) -> Tensor:
         """The converted attention [B, T, H, E]; ``options`` replace arguments of the operation."""
@@ -84,7 +87,22 @@ class Attending:
     def source(self) -> Tensor:
         """The source's attention, softmax, [B, T, H, E]."""
         tensors, spec = (self.query, self.key, self.value), self.layer.record.source_spec
-        return attention(*tensors, spec, sink=self.sinks, **self.visible).transpose(1, 2)
+        options = {"sink": self.sinks, "segments": self.segments, **self.visible}
+        return attention(*tensors, spec, **options).transpose(1, 2)
+
+    def parts(self, segments: Segments) -> list[Attending]:
+        """The same for each batch of segments."""
+        parts = zip(
+            *(segments.split(x, 2) for x in (self.query, self.key, self.value)),
+            segments.split(self.inputs.hidden_states, 1),
+            segments.split_all(self.inputs.position_embeddings, 1),
+            strict=True,
+        )
+        visible = {"mask": None, "causal": self.visible["causal"]}
+        return [
+            Attending(self.layer, q, k, v, _Inputs(x, None, rotary), self.sinks, visible)
+            for q, k, v, x, rotary in parts
+        ]
 
 
 Substitute = Callable[[Attending], Tensor]  # returns the output that the model goes on with
@@ -165,22 +183,11 @@ class ConvertedLayer(AttentionCore):
         Returns:
             [B, T, H, E].
         """
-        if segments is not None:
-            divided = segments_of(segments, len(query))
-            parts = zip(
-                *(divided.split(x, 2) for x in (query, key, value)),
-                divided.split(inputs.hidden_states, 1),
-                divided.split_all(inputs.position_embeddings, 1),
-                strict=True,
-            )
-            outs = [
-                self.forward(q, k, v, None, _Inputs(x, None, rotary), causal, sinks)
-                for q, k, v, x, rotary in parts
-            ]
-            return divided.join(outs, 1)
         cache = None
         if inputs.cache is not None and self.record.index < len(inputs.cache.layers):
             cache = inputs.cache.layers[self.record.index]
+        if segments is not None:
+            mask = None
         mask, causal = self._visible(mask, query, key, causal, cache)
         device = query.device.type
         if torch.is_autocast_enabled(
@@ -189,7 +196,7 @@ class ConvertedLayer(AttentionCore):
             dtype = torch.get_autocast_dtype(device)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         visible = {"mask": mask, "causal": causal}
-        what = Attending(self, query, key, value, inputs, sinks, visible)
+        what = Attending(self, query, key, value, inputs, sinks, visible, segments)
         if self.substitute is None:
             out = self.converted(what, cache)
             if isinstance(cache, KeyValueLayer):
@@ -204,6 +211,10 @@ class ConvertedLayer(AttentionCore):
 
     def converted(self, what: Attending, cache: Any, **options: Any) -> Tensor:
         """The attention of the layer's spec; ``options`` are arguments of :meth:`attend`."""
+        if what.segments is not None:
+            segments = segments_of(what.segments, len(what.query))
+            parts = [self.converted(part, None, **options) for part in what.parts(segments)]
+            return segments.join(parts, 1)
         inputs, options = what.inputs, {**what.visible, **options}
         projected = self.project(what.query, what.key, what.value, inputs, cache)
         if what.sinks is not None:
@@ -341,37 +352,6 @@ def converted_layers(model: nn.Module) -> list[ConvertedLayer]:
     """The layers of a model whose attention is no longer the source's."""
     layers = (module for module in model.modules() if isinstance(module, ConvertedLayer))
     return [layer for layer in layers if not layer.is_source]
-
-
-def modules_to_save(model: nn.Module) -> list[str]:
-    """The names of the modules that hold a conversion's new parameters, as peft takes them.
-
-    peft trains its own additions to linear layers and freezes all else. The new attention has to
-    be trained as a whole; these names, given to peft, let it do that, and save it.
-
-    Args:
-        model: a converted model.
-
-    Returns:
-        What ``modules_to_save`` of peft's configurations takes; empty if nothing is new.
-
-    Raises:
-        ValueError: for a model that is not converted.
-
-    Example:
-        >>> model = sr.convert(model, "window_state:64")
-        >>> settings = LoraConfig(
-        ...     target_modules="all-linear", modules_to_save=sr.modules_to_save(model)
-        ... )
-        >>> model = get_peft_model(model, settings)
-    """
-    if not any(isinstance(module, ConvertedLayer) for module in model.modules()):
-        raise ValueError(
-            f"modules_to_save: this {type(model).__name__} is not converted; softmax_rnn.convert "
-            "does that."
-        )
-    new = any(True for layer in converted_layers(model) for _ in layer.parameters())
-    return [PART] if new else []
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from softmax_rnn._utils.progress import ProgressBar
 from softmax_rnn._utils.units import bytes_text, count_text, hours_text
+from softmax_rnn.conversion.convert import modules_to_save
 from softmax_rnn.conversion.initial_values import fit_initial_values
-from softmax_rnn.conversion.layer import modules_to_save
 from softmax_rnn.conversion.measures import Findings, measurements
 from softmax_rnn.conversion.report import BLOCKS
 from softmax_rnn.conversion.stages import ROWS, Conversion, measured_scores

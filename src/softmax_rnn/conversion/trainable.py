@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from softmax_rnn.conversion.convert import convert
-from softmax_rnn.conversion.layer import ConvertedLayer, converted_layers, modules_to_save
+from softmax_rnn.conversion.convert import convert, modules_to_save
+from softmax_rnn.conversion.layer import ConvertedLayer, converted_layers
 from softmax_rnn.conversion.lora import add_lora
 from softmax_rnn.conversion.model import ConvertedModel
 from softmax_rnn.ops import AttentionSpec

@@ -4,7 +4,7 @@ from softmax_rnn.data.cache import check, left_out, prepare, progress_bar
 from softmax_rnn.data.manifest import SPLITS
 from softmax_rnn.data.preparation import Progress
 from softmax_rnn.data.readers import CorpusError
-from softmax_rnn.data.rows import DocumentRows, Rows, TokenBlocks
+from softmax_rnn.data.rows import DocumentRows, Rows, SegmentedBlocks, TokenBlocks
 from softmax_rnn.data.shards import PreparedCorpus
 from softmax_rnn.data.task_rows import TaskCorpus, TaskRows, task_tokenizer
 from softmax_rnn.data.tasks import is_task, parse_task
@@ -18,6 +18,7 @@ __all__ = [
     "PreparedCorpus",
     "Progress",
     "Rows",
+    "SegmentedBlocks",
     "TaskCorpus",
     "TaskRows",
     "TokenBlocks",

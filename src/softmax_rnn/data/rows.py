@@ -30,7 +30,10 @@ class Rows(Dataset[dict[str, Tensor]], ABC):
 
     @abstractmethod
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """A row: ``input_ids``, ``labels``, and ``attention_mask`` if it may have padding."""
+        """A row: ``input_ids``, ``labels``, and ``attention_mask`` if it may have padding.
+
+        ``position_ids`` of a row with several documents begin again with each.
+        """
 
     @abstractmethod
     def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -106,6 +109,44 @@ class TokenBlocks(Rows):
     def drawn_tokens(self, seed: int, start: int, stop: int) -> int:
         """Number of tokens at the positions from ``start`` to ``stop``."""
         return (stop - start) * self.block_size
+
+
+class SegmentedBlocks(TokenBlocks):
+    """The blocks of :class:`TokenBlocks`, in which no document sees another.
+
+    A document's positions begin at 0, or at the block's first token. Its first token is not
+    predicted. A long text that was prepared in passages is as many documents.
+    """
+
+    def __init__(self, corpus: PreparedCorpus, split: str, block_size: int) -> None:
+        super().__init__(corpus, split, block_size)
+        shards = corpus.maps(split, ".bin", corpus.manifest["dtype"])
+        starts = corpus.maps(split, ".idx", "int64")
+        before = np.cumsum([0, *(len(shard) for shard in shards)])
+        own = [first + places for first, places in zip(before[:-1], starts, strict=True)]
+        self.starts = np.unique(np.concatenate(own))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = super().__getitem__(index)
+        first = index % len(self) * self.block_size
+        inner = self.starts[slice(*self._inner(np.array(first)))] - first
+        begun = np.zeros(self.block_size, dtype=np.int64)
+        begun[inner] = inner
+        positions = np.arange(self.block_size) - np.maximum.accumulate(begun)
+        labels = row["labels"].clone()
+        labels[torch.from_numpy(inner)] = IGNORED
+        return {**row, "labels": labels, "position_ids": torch.from_numpy(positions)}
+
+    def _inner(self, first: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Places in ``starts`` of the documents that begin inside the blocks from ``first`` on."""
+        after = np.searchsorted(self.starts, first, side="right")
+        return after, np.searchsorted(self.starts, first + self.block_size, side="left")
+
+    def predicted(self, seed: int, start: int, stop: int) -> int:
+        """As in :class:`Rows`: all tokens but the first of each document and block."""
+        rows = np.array([self.drawn(seed, position) for position in range(start, stop)])
+        low, high = self._inner(rows * self.block_size)
+        return super().predicted(seed, start, stop) - int((high - low).sum())
 
 
 @lru_cache(maxsize=2)

@@ -10,8 +10,7 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra("hf", "softmax_rnn.models", error) from error
 
-from softmax_rnn.conversion.convert import convert
-from softmax_rnn.conversion.layer import modules_to_save
+from softmax_rnn.conversion.convert import convert, modules_to_save
 from softmax_rnn.conversion.llama import from_llama
 from softmax_rnn.models.cache import RecurrentCache
 from softmax_rnn.models.configuration import SoftmaxRNNConfig

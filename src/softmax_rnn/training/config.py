@@ -27,7 +27,7 @@ from softmax_rnn.ops import AttentionSpec, Variant, resolve_layer
 from softmax_rnn.sizes import SIZES
 
 Precision = Literal["auto", "fp32", "bf16"]
-Packing = Literal["blocks", "documents"]
+Packing = Literal["blocks", "segments", "documents"]
 HeldOut = Literal["test", "validation"]
 Compile = bool | Literal["auto"]
 Objective = Literal["language", "transfer"]
@@ -94,9 +94,9 @@ class TrainingConfig:
         evaluate_on: ``test``, or ``validation`` to choose settings: another ``test_fraction`` of
             the documents is held out, in place of the test split, which is not read.
         max_tokens: approximate limit on the number of prepared tokens; by default unlimited.
-        packing: ``blocks`` of tokens, packed across document boundaries; or ``documents``, one per
-            row, truncated or padded to block_size, sampled with replacement (as in the authors'
-            code).
+        packing: ``blocks`` of tokens, packed across document boundaries; ``segments``, the same
+            blocks, in which no document sees another; or ``documents``, one per row, truncated or
+            padded to block_size, sampled with replacement (as in the authors' code).
         steps: optimizer steps of the run.
         schedule_steps: step at which the linear decay reaches zero, at least ``steps``; by default
             ``steps``.
@@ -192,6 +192,8 @@ class TrainingConfig:
                 raise ValueError(
                     f"{divisor}={getattr(self, divisor)} must divide {name}={getattr(self, name)}."
                 )
+        if self.packing == "segments" and self.context_parallel > 1:
+            raise ValueError("packing='segments' is not for blocks that processes share.")
         if self.horizon < self.steps:
             raise ValueError(
                 f"schedule_steps={self.schedule_steps} must be at least steps={self.steps}: "
@@ -365,8 +367,8 @@ class ConversionConfig(TrainingConfig):
                 f"The window of {self.attention} sees all {self.block_size} tokens of a block, so "
                 "its state would not be trained: give a larger block_size, or a smaller window."
             )
-        if self.packing != "blocks":
-            raise ValueError(f"A conversion needs packing='blocks', not {self.packing!r}.")
+        if self.packing == "documents":
+            raise ValueError("A conversion needs packing='blocks' or 'segments', not 'documents'.")
         if self.fsdp:
             raise ValueError("fsdp=true is for new models: a conversion has a full model per GPU.")
 

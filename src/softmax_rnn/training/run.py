@@ -26,6 +26,7 @@ from softmax_rnn.data import (
     DocumentRows,
     PreparedCorpus,
     Rows,
+    SegmentedBlocks,
     TaskCorpus,
     TaskRows,
     TokenBlocks,
@@ -52,6 +53,13 @@ from softmax_rnn.training.matmul import widest_float32_products
 from softmax_rnn.training.metrics import loss_spikes
 from softmax_rnn.training.opening import open_model, tokenizer_name
 from softmax_rnn.training.stopping import RunStopped, StopRequest
+
+# The rows of each way of packing.
+_ROWS: dict[str, Any] = {
+    "blocks": TokenBlocks,
+    "segments": SegmentedBlocks,
+    "documents": DocumentRows,
+}
 
 
 def load_corpus(
@@ -121,8 +129,7 @@ def load_rows(
     corpus.check_unchanged()
     if config.evaluate_on == "validation":
         corpus = ValidationCorpus.of(corpus, config.test_fraction, config.split_seed)
-    rows = DocumentRows if config.packing == "documents" else TokenBlocks
-    train, test = (rows(corpus, split, config.block_size) for split in SPLITS)
+    train, test = (_ROWS[config.packing](corpus, split, config.block_size) for split in SPLITS)
     return corpus, train, test
 
 
