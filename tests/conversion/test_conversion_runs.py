@@ -278,7 +278,7 @@ def test_invalid_settings(fields: dict[str, Any], message: str) -> None:
     [
         ({"layers": [2]}, "layers of this model are"),
         ({"block_size": 256}, "longer than the 128 tokens"),
-        ({"attention": "softmax"}, "leaves nothing to train"),
+        ({"attention": "softmax", "objective": "transfer"}, "no parameters of its own"),
         ({"attention": "window:8", "objective": "transfer"}, "no parameters of its own"),
     ],
 )

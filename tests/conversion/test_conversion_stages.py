@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 import softmax_rnn.conversion.plan as conversion_plan
@@ -25,14 +26,19 @@ from processes import ended, kill, start
 from softmax_rnn._utils.errors import ExitCode
 from softmax_rnn.analysis.evaluation import evaluate
 from softmax_rnn.cli.main import main
+from softmax_rnn.conversion.heads import state_off
+from softmax_rnn.conversion.layer import substituted
 from softmax_rnn.conversion.stages import Conversion
+from softmax_rnn.conversion.trainable import conversion_model, converted_source
+from softmax_rnn.training.config import ConversionConfig
+from softmax_rnn.training.folder import RunFolder
 from softmax_rnn.training.loop import Loop
 from softmax_rnn.training.opening import open_model
 from sources import save_source
 from test_together import pair
 
 BOTH = ("block_size=32", "test_fraction=0.2", "steps=8", "evaluate_every=4", "save_every=2")
-STAGES = ("fit", "transfer", "finetune", "report")
+STAGES = ("fit", "transfer", "finetune", "controls", "report")
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +83,33 @@ def test_a_conversion_from_nothing_to_a_report(calm: Path) -> None:
     found = json.loads((calm / "conversion.json").read_text())
     parts = ("", ", state off", ", window off")
     wanted = [
-        "source",
+        *("source", "source, trained", "window, trained"),
         *(f"fitted{x}" for x in parts),
         "transfer",
         *(f"finetune{x}" for x in parts),
     ]
     assert [row["model"] for row in found["losses"]] == wanted
+    losses = {row["model"]: row["loss"] for row in found["losses"]}
+    assert losses["source, trained"] < losses["source"]
+    for row in found["losses"]:
+        own = row["loss"] - losses["source, trained"]
+        assert row["difference_trained"] == pytest.approx(own, abs=1e-6)
+        assert row["low_trained"] <= row["difference_trained"] <= row["high_trained"]
+    brings = found["state_brings"]["difference"]
+    assert brings == pytest.approx(losses["window, trained"] - losses["finetune"], abs=1e-6)
+    for name in ("source", "window"):
+        summary = RunFolder(calm / "controls" / name).summary
+        assert summary["tokens"] == RunFolder(calm / "finetune").summary["tokens"]
     heads = pd.read_csv(calm / "heads.csv")
     assert len(heads) == 3 * 2 * 4
     assert heads.state_share.between(0, 1).all()
     for name in ("conversion.png", "conversion.svg", "conversion.md"):
         assert (calm / name).stat().st_size > 500
+    card = ModelCard.load(calm / "model" / "README.md")
+    assert card.data.library_name == "transformers"
+    assert "in blocks of 32 tokens" in card.content
+    assert f"{losses['source, trained']:.4f}" in card.content
+    assert "transfer: 8 steps" in card.content
     assert len(found["samples"]["source"]) == len(found["samples"]["finetune"]) == 3
 
 
@@ -120,11 +142,43 @@ def _patch(where: str, folder: str, calls: int) -> None:
     setattr(owner, name, function)
 
 
+@pytest.mark.parametrize("attention", ["lolcats:8", "window_state:8", "taylor:2", "window:8"])
+def test_controls_before_training(attention: str, source: Path, corpus: Path) -> None:
+    """They are the source, and the converted model with its state off."""
+    given = Conversion.of(str(source), Path("out"), attention, str(corpus), **_settings(steps=2))
+    controls = given.controls
+    both = attention in ("lolcats:8", "window_state:8")
+    assert list(controls) == ["source, trained", *(["window, trained"] if both else [])]
+    ids = torch.arange(40)[None]
+    plain = open_model(str(source)).model
+
+    def logits(config: ConversionConfig) -> torch.Tensor:
+        assert config.objective == "language"
+        assert config.tokens_per_step == given.finetune.tokens_per_step
+        assert config.steps == given.finetune.steps
+        return conversion_model(open_model(str(source)).model, config)[0].eval()(ids).logits
+
+    expected = plain(ids).logits
+    torch.testing.assert_close(logits(controls["source, trained"]), expected, rtol=1e-4, atol=1e-4)
+    if both:
+        model, _ = converted_source(plain, given.transfer)
+        with substituted(model, state_off):
+            expected = model(ids, use_cache=False).logits
+        found = logits(controls["window, trained"])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_softmax_is_no_conversion(source: Path, corpus: Path) -> None:
+    with pytest.raises(ValueError, match="leaves nothing to convert: it is softmax"):
+        Conversion.of(str(source), Path("out"), "softmax", str(corpus), **_settings(steps=2))
+
+
 KILLS = {
     "fit": killing("conversion.stages.seal"),
     "transfer": killing("training.loop.Loop.gradients", folder="transfer", calls=6),
     "finetune": killing("training.loop.Loop.gradients", folder="finetune", calls=6),
     "result": killing("conversion.stages.shutil.copyfile"),
+    "controls": killing("training.loop.Loop.gradients", folder="window", calls=6),
     "report": killing("conversion.report._draw"),
 }
 
@@ -266,7 +320,7 @@ def test_an_attention_without_parameters_has_no_transfer(
     given = Conversion.of(str(source), tmp_path, "window:8", str(corpus), **_settings(steps=2))
     given.execute(STAGES)
     assert "the stage transfer is skipped" in capsys.readouterr().err
-    assert list(given.models) == ["source", "fitted", "finetune"]
+    assert list(given.models) == ["source", "source, trained", "fitted", "finetune"]
     conversion_report.report(given.models, given.finetune, tmp_path)
     assert (tmp_path / "conversion.md").exists()
 
@@ -370,7 +424,7 @@ def test_costs_are_told_ahead(
     assert all(stage in told for stage in STAGES)
     assert "FLOPs" in told
     assert ("estimated from the first batches" in told) == here
-    assert told.count("not known") == (0 if here else 5)
+    assert told.count("not known") == (0 if here else 6)
     assert "A100" not in told
     assert not (tmp_path / "out").exists()
 

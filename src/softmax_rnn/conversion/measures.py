@@ -28,6 +28,7 @@ _LENGTHS = tuple(2**n for n in range(4, 13))  # of prompts
 _TOKENS = 8  # that are decoded after each prompt
 SAMPLES, PROMPT, _CONTINUATION = 3, 32, 48  # texts, and tokens of each
 STATE_OFF, WINDOW_OFF = ", state off", ", window off"  # of names
+SOURCE_TRAINED, WINDOW_TRAINED = "source, trained", "window, trained"  # the controls
 
 Measure = Callable[[Callable[[float], None]], None]  # takes what is called with the share done
 
@@ -79,7 +80,7 @@ def measurements(
 
     for mode, context in _modes(model, name, second or last):
         yield f"Loss of {mode}", functools.partial(loss, mode, context)
-    if model is not source:
+    if model is not source and name not in (SOURCE_TRAINED, WINDOW_TRAINED):
         yield f"Heads of {name}", heads
     if last:
         yield f"Decoding with {name}", decoding
@@ -99,28 +100,42 @@ class Findings:
         self.runs: dict[str, dict[str, Any]] = {}
 
     def loss_table(self) -> pd.DataFrame:
-        """One row per model: its loss, the difference from the source, the share of a gap closed.
+        """One row per model: its loss, and the difference from the source.
 
-        The gap is that between the source and the source with the window alone.
+        With a trained source, also the difference from that. With a gap between the window alone
+        and the source, both trained if the controls are, the share of it that is closed.
         """
         names = list(self.losses)
-        source = self.losses[names[0]]
-        alone = next((self.losses[name] for name in names if name.endswith(STATE_OFF)), source)
-        gap = paired_difference(alone[None], source[None])
+        given = self.losses[names[0]]
+        source = self.losses.get(SOURCE_TRAINED, given)
+        alone = self.losses.get(WINDOW_TRAINED)
+        if alone is None and SOURCE_TRAINED not in self.losses:
+            alone = next((self.losses[name] for name in names if name.endswith(STATE_OFF)), None)
+        gap = None if alone is None else paired_difference(alone[None], source[None])
         rows = []
         for name, values in self.losses.items():
-            difference = paired_difference(values[None], source[None])
-            row = {
-                "model": name,
-                "loss": values.mean(),
-                "difference": difference.mean,
-                "low": difference.low,
-                "high": difference.high,
-            }
-            if gap.low > 0 and not name.endswith(WINDOW_OFF):
+            row = {"model": name, "loss": values.mean(), **_difference(values, given)}
+            if source is not given:
+                found = _difference(values, source)
+                row |= {f"{key}_trained": x for key, x in found.items()}
+            if gap is not None and gap.low > 0 and not name.endswith(WINDOW_OFF):
+                assert alone is not None
                 row["gap_closed"] = (alone - values).mean() / gap.mean
             rows.append(row)
         return pd.DataFrame(rows)
+
+    def state_brings(self) -> dict[str, float] | None:
+        """How much lower the result's loss is than that of the window alone, trained the same way.
+
+        ``None`` without that control, or without a result.
+        """
+        alone, result = self.losses.get(WINDOW_TRAINED), self.losses.get("finetune")
+        return None if alone is None or result is None else _difference(alone, result)
+
+
+def _difference(values: NDArray[np.float64], others: NDArray[np.float64]) -> dict[str, float]:
+    found = paired_difference(values[None], others[None])
+    return {"difference": found.mean, "low": found.low, "high": found.high}
 
 
 def _modes(model: PreTrainedModel, name: str, parts: bool) -> Iterator[tuple[str, Any]]:

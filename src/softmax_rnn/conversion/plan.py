@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,8 +64,14 @@ def conversion_table(conversion: Conversion, gpu: str | None) -> Table:
         ValueError: for a conversion that cannot run.
     """
     check_corpora([conversion.transfer])
-    runs = {"transfer": conversion.transfer, "finetune": conversion.finetune}
-    costs = {name: conversion_cost(config, gpu) for name, config in runs.items()}
+    runs = {
+        "transfer": [conversion.transfer],
+        "finetune": [conversion.finetune],
+        "controls": list(conversion.controls.values()),
+    }
+    costs = {
+        name: [conversion_cost(config, gpu) for config in configs] for name, configs in runs.items()
+    }
     known = at_hand(conversion.transfer.source)
     times = stage_times(conversion) if known else {}
     try:
@@ -76,16 +82,16 @@ def conversion_table(conversion: Conversion, gpu: str | None) -> Table:
     for name in STAGES:
         cells = [""] * 8
         if name in runs:
-            config, found = runs[name], costs[name]
+            config, found, count = runs[name][0], costs[name], len(runs[name])
             cells = [
-                count_text(found.parameters),
+                count_text(found[0].parameters),
                 f"{config.batch_size} x {config.block_size}",
-                f"{config.steps:,}",
-                count_text(found.tokens),
-                f"{found.operations:.2e}",
-                bytes_text(found.memory_bytes),
-                bytes_text(found.disk_bytes),
-                hours_text(found.gpu_hours),
+                f"{count} x {config.steps:,}" if count > 1 else f"{config.steps:,}",
+                count_text(sum(each.tokens for each in found)),
+                f"{sum(each.operations for each in found):.2e}",
+                bytes_text(max(each.memory_bytes for each in found)),
+                bytes_text(sum(each.disk_bytes for each in found)),
+                hours_text(sum(each.gpu_hours for each in found)),
             ]
         rows.append([name, *cells, _time_here(times.get(name), known, test_rows)])
     header = ["stage", "parameters", "tokens/step", "steps", "tokens", "FLOPs", "memory", "disk"]
@@ -214,7 +220,8 @@ def stage_times(conversion: Conversion) -> dict[str, StageTime]:
     The text is random tokens: the time does not depend on it.
     """
     with ProgressBar("Timing the first batches", 4, transient=True) as bar:
-        fit, report, transferable = _fit_and_report(conversion.transfer)
+        controls = conversion.controls
+        fit, report, transferable = _fit_and_report(conversion.transfer, list(controls))
         bar.update(2)
         found = {"fit": StageTime(fit)}
         if transferable:
@@ -222,10 +229,12 @@ def stage_times(conversion: Conversion) -> dict[str, StageTime]:
         bar.update(3)
         start = dataclasses.replace(conversion.finetune, source=conversion.transfer.source)
         found["finetune"] = _training(start)
+        each = [_training(config) for config in controls.values()]
+        found["controls"] = StageTime(*(sum(x) for x in zip(*each, strict=True)))
     return {**found, "report": StageTime(report)}
 
 
-def _fit_and_report(config: ConversionConfig) -> tuple[float, float, bool]:
+def _fit_and_report(config: ConversionConfig, controls: Sequence[str]) -> tuple[float, float, bool]:
     """The seconds of these stages, and whether the new attention has parameters of its own."""
     started = time.perf_counter()
     source = open_model(config.source).model
@@ -234,7 +243,7 @@ def _fit_and_report(config: ConversionConfig) -> tuple[float, float, bool]:
     rows = _rows(model, max(ROWS, BLOCKS), config.block_size)
     fit = loading + expected_seconds(lambda done: measured_scores(source, list(rows), done))
     fit += expected_seconds(lambda done: fit_initial_values(model, list(rows[:ROWS]), done))
-    report = 2 * loading + _report_seconds(source, model, rows[:BLOCKS])
+    report = 2 * loading + _report_seconds(source, model, rows[:BLOCKS], controls)
     return fit, report, bool(modules_to_save(model))
 
 
@@ -243,19 +252,21 @@ def _rows(model: PreTrainedModel, count: int, length: int) -> Tensor:
     return torch.randint(model.config.vocab_size, (count, length), generator=numbers)
 
 
-def _report_seconds(source: PreTrainedModel, converted: PreTrainedModel, rows: Tensor) -> float:
+def _report_seconds(
+    source: PreTrainedModel, converted: PreTrainedModel, rows: Tensor, controls: Sequence[str]
+) -> float:
     """The time of all measurements; those of equal models are timed once."""
     batch = [{"input_ids": ids, "labels": ids} for ids in rows]
     known: dict[tuple[bool, str], float] = {}
     total = 0.0
-    names = ("source", "fitted", "transfer", "finetune")
-    for number, name in enumerate(names):
-        place = {"second": number == 1, "last": number == 3}
-        model = converted if number else source
+    for name in ("source", *controls, "fitted", "transfer", "finetune"):
+        place = {"second": name == "fitted", "last": name == "finetune"}
+        own = name not in ("source", *controls)
+        model = converted if own else source
         for label, measure in measurements(
             Findings(0), name, model, batch, 0, source=source, **place
         ):
-            kind = number > 0, label.replace(name, "")
+            kind = own, label.replace(name, "")
             if kind not in known:
                 known[kind] = expected_seconds(measure)
             total += known[kind]

@@ -18,6 +18,8 @@ from rich.table import Table
 
 from softmax_rnn._utils.files import write_json, write_text
 from softmax_rnn._utils.progress import ProgressBar
+from softmax_rnn.conversion.card import NAME as CARD
+from softmax_rnn.conversion.card import card
 from softmax_rnn.conversion.measures import (
     PROMPT,
     SAMPLES,
@@ -31,7 +33,7 @@ from softmax_rnn.report.figure import save
 from softmax_rnn.report.markdown import table as markdown_table
 from softmax_rnn.report.style import LOOK
 from softmax_rnn.report.terminal import terminal_table
-from softmax_rnn.training.config import ConversionConfig
+from softmax_rnn.training.config import STAGES, ConversionConfig
 from softmax_rnn.training.environment import environment
 from softmax_rnn.training.matmul import widest_float32_products
 from softmax_rnn.training.opening import open_model
@@ -50,8 +52,8 @@ def report(
 
     Args:
         models: by the names of their stages, as :func:`softmax_rnn.training.opening.open_model`
-            takes them: the pretrained one first, then those of the finished stages; the last one is
-            the result.
+            takes them: the pretrained one first, then the controls and those of the finished
+            stages; the last one is the result.
         config: the settings of the conversion's runs.
         out: the folder to write to.
         source_hash: the hash of the pretrained model's weights when it was converted.
@@ -80,7 +82,7 @@ def report(
         # That of the end of a text, or any other: generate() wants a token to pad with.
         padding = opened.tokenizer.eos_token_id or 0
         for label, measure in measurements(
-            found, name, model, rows, padding, source=source, second=number == 1, last=last
+            found, name, model, rows, padding, source=source, second=name == "fitted", last=last
         ):
             with ProgressBar(label, 1.0, transient=True) as bar:
                 measure(bar.update)
@@ -109,6 +111,7 @@ def _write(
         "rows_of_split": found.blocks,
         "runs": found.runs,
         "losses": _plain(table),
+        "state_brings": found.state_brings(),
         "decoding": _plain(decoding),
         "samples": {"prompts": prompts, **samples},
     }
@@ -117,25 +120,35 @@ def _write(
     title = f"{Path(config.source).name} with {config.attention}"
     figures = _draw(table, heads, decoding, out, title)
     write_text(out / "conversion.md", _page(table, decoding, prompts, samples, found, config))
-    shown = terminal_table(_HEADER, _cells(table), left=_HEADER[:1])
+    if (out / "model").is_dir():
+        runs = {name: run for name, run in found.runs.items() if name in STAGES}
+        write_text(
+            out / "model" / CARD, card(config, runs, _results(table, decoding, found, config))
+        )
+    shown = terminal_table(_header(table), _cells(table), left=_header(table)[:1])
     shown.caption = escape(_caption(config, found, table))
     return shown, [out / "conversion.json", out / "heads.csv", *figures, out / "conversion.md"]
 
 
-_HEADER = ("model", "loss", "difference from the source [95%]", "gap closed")
+def _header(table: pd.DataFrame) -> tuple[str, ...]:
+    names = ["model", "loss", "minus source [95%]"]
+    names += ["minus trained source [95%]"] if "difference_trained" in table else []
+    return (*names, "gap closed")
 
 
 def _cells(table: pd.DataFrame) -> list[list[str]]:
-    closed = table.get("gap_closed", pd.Series(np.nan, table.index))
-    return [
-        [
-            row["model"],
-            f"{row['loss']:.4f}",
-            f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]",
-            "-" if math.isnan(share) else f"{share:.0%}",
-        ]
-        for row, share in zip(table.to_dict("records"), closed, strict=True)
-    ]
+    rows = []
+    for row in table.to_dict("records"):
+        closed = row.get("gap_closed", math.nan)
+        cells = [row["model"], f"{row['loss']:.4f}", _interval(row)]
+        cells += [_interval(row, "_trained")] if "difference_trained" in row else []
+        rows.append([*cells, "-" if math.isnan(closed) else f"{closed:.0%}"])
+    return rows
+
+
+def _interval(row: Mapping[Any, Any], kind: str = "") -> str:
+    mean, low, high = (row[f"{name}{kind}"] for name in ("difference", "low", "high"))
+    return f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
 
 
 def _caption(config: ConversionConfig, found: Findings, table: pd.DataFrame) -> str:
@@ -144,11 +157,18 @@ def _caption(config: ConversionConfig, found: Findings, table: pd.DataFrame) -> 
         f"Loss in nats per token on {count} of the {found.blocks} blocks of {config.block_size} "
         f"tokens of the test split of {config.corpus}. The intervals cover these blocks only."
     )
+    trained = "difference_trained" in table
+    if trained:
+        words += " Trained: as the last stage, on the same tokens."
     if "gap_closed" in table:
-        words += (
-            " Gap closed: of the difference between the source and the fitted model with its state "
-            "off, which is the source with a window alone."
+        between = (
+            "the source and the window alone, both trained"
+            if trained
+            else "the source and the fitted model with its state off, the window alone"
         )
+        words += f" Gap closed: of the difference between {between}."
+    if (brings := found.state_brings()) is not None:
+        words += f" The state brings {_interval(brings)} nats beyond the window alone, trained."
     return words
 
 
@@ -160,14 +180,10 @@ def _training(found: Findings) -> str:
     )
 
 
-def _page(
-    table: pd.DataFrame,
-    decoding: pd.DataFrame,
-    prompts: list[str],
-    samples: dict[str, list[str]],
-    found: Findings,
-    config: ConversionConfig,
+def _results(
+    table: pd.DataFrame, decoding: pd.DataFrame, found: Findings, config: ConversionConfig
 ) -> str:
+    """The losses, and the costs of decoding."""
     wide = decoding.pivot_table(index="tokens", columns="stage")
     names = list(dict.fromkeys(decoding.stage))
     costs = [
@@ -179,6 +195,27 @@ def _page(
         for tokens in wide.index
     ]
     header = ["tokens", *(f"MiB, {x}" for x in names), *(f"tokens/s, {x}" for x in names)]
+    return "\n\n".join(
+        [
+            markdown_table(_header(table), _cells(table)),
+            _caption(config, found, table),
+            _training(found),
+            "## Decoding after a prompt",
+            "The speeds are medians of single tokens. The models decoded them in turn, so that "
+            "other work on the machine slows both.",
+            markdown_table(header, costs, left=0),
+        ]
+    )
+
+
+def _page(
+    table: pd.DataFrame,
+    decoding: pd.DataFrame,
+    prompts: list[str],
+    samples: dict[str, list[str]],
+    found: Findings,
+    config: ConversionConfig,
+) -> str:
     texts = []
     for number, prompt in enumerate(prompts):
         quoted = {"prompt": prompt}
@@ -189,13 +226,7 @@ def _page(
             [
                 f"# {config.source} with {config.attention}",
                 "![losses, heads, decoding](conversion.png)",
-                markdown_table(_HEADER, _cells(table)),
-                _caption(config, found, table),
-                _training(found),
-                "## Decoding after a prompt",
-                "The speeds are medians of single tokens. The models decoded them in turn, so that "
-                "other work on the machine slows both.",
-                markdown_table(header, costs, left=0),
+                _results(table, decoding, found, config),
                 "## Continuations",
                 *texts,
             ]

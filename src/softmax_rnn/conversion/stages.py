@@ -6,6 +6,7 @@ OUT/fitted/            the converted model before any training, with fitted init
 OUT/transfer/          the run that trains the new attention to give softmax's outputs
 OUT/finetune/          the run that trains LoRA's additions, or all weights, to predict tokens
 OUT/model/             the result: model and tokenizer
+OUT/controls/          runs as the last one, of the source and of the window alone
 OUT/heads.csv, ...     the report
 """
 
@@ -36,11 +37,15 @@ from softmax_rnn._utils.progress import ProgressBar, notice
 from softmax_rnn.analysis.heads.analyze import analyze
 from softmax_rnn.analysis.heads.figure import draw
 from softmax_rnn.analysis.heads.result import Analysis, write
+from softmax_rnn.conversion.card import NAME as CARD
+from softmax_rnn.conversion.card import card
 from softmax_rnn.conversion.initial_values import fit_initial_values
 from softmax_rnn.conversion.layer import converted_layers
 from softmax_rnn.conversion.lora import require_peft
+from softmax_rnn.conversion.measures import SOURCE_TRAINED, WINDOW_TRAINED
 from softmax_rnn.conversion.trainable import converted_source, weights_hash
 from softmax_rnn.experiments.compare import read_variant
+from softmax_rnn.ops import AttentionSpec, LayerOptions
 from softmax_rnn.training.checkpoint import PROGRESS, STATE, newest_whole
 from softmax_rnn.training.config import STAGES, ConversionConfig
 from softmax_rnn.training.folder import RunFolder
@@ -111,11 +116,11 @@ class Conversion:
         if attention.endswith((".yaml", ".yml", ".json")):
             found = read_variant(Path(attention))
             both |= {"attention": found.spec.to_dict(), "layer": found.options.to_dict()}
-        return cls(
-            out,
-            ConversionConfig.from_dict({**COMMON, **TRANSFER, **both, **transfer}),
-            ConversionConfig.from_dict({**COMMON, **FINETUNE, **both, **finetune}),
-        )
+        first = ConversionConfig.from_dict({**COMMON, **TRANSFER, **both, **transfer})
+        if first.spec == AttentionSpec() and first.variant.options == LayerOptions():
+            raise ValueError(f"attention={attention!r} leaves nothing to convert: it is softmax.")
+        second = ConversionConfig.from_dict({**COMMON, **FINETUNE, **both, **finetune})
+        return cls(out, first, second)
 
     @property
     def fitted(self) -> Path:
@@ -143,11 +148,38 @@ class Conversion:
         return RunFolder(self.out / "finetune")
 
     @property
+    def controls(self) -> dict[str, ConversionConfig]:
+        """What the result is compared with, trained as the last stage: by its name in the report.
+
+        The gap that is left is that to the source trained on the same tokens, and what the state
+        brings is beyond what the window alone learns from them.
+        """
+        changes: dict[str, dict[str, Any]] = {SOURCE_TRAINED: {"attention": "softmax"}}
+        spec = self.finetune.spec
+        if spec.outside == "series":
+            alone = AttentionSpec(window=spec.window, global_keys=spec.global_keys)
+            changes[WINDOW_TRAINED] = {"attention": alone.to_dict()}
+        start: dict[str, Any] = {"source": self.transfer.source, "layer": {}}
+        return {
+            name: dataclasses.replace(self.finetune, **start, **change)
+            for name, change in changes.items()
+        }
+
+    def control_run(self, name: str) -> RunFolder:
+        """The folder of a control's run."""
+        return RunFolder(self.out / "controls" / name.partition(",")[0])
+
+    @property
     def models(self) -> dict[str, str]:
         """Where the models of the finished stages are, the pretrained ``source`` first."""
-        found = {"source": self.transfer.source, "fitted": str(self.fitted)}
-        runs = {"transfer": self.transfer_run, "finetune": self.finetune_run}
-        return found | {name: str(run.path) for name, run in runs.items() if run.finished}
+        controls = {name: self.control_run(name) for name in self.controls}
+        stages = {"transfer": self.transfer_run, "finetune": self.finetune_run}
+        return {
+            "source": self.transfer.source,
+            **_finished(controls),
+            "fitted": str(self.fitted),
+            **_finished(stages),
+        }
 
     def execute(
         self, stages: Sequence[str], left: Callable[[], float | None] = lambda: None
@@ -198,12 +230,18 @@ class Conversion:
             # One process of a run publishes it, once.
             if os.environ.get("RANK", "0") == "0" and not self.model.exists():
                 self._publish()
+        for name, config in self.controls.items() if "controls" in stages else ():
+            with timed(f"controls: {name}"):
+                train(config, self.control_run(name).path, resume=True, stop_after=left())
 
     def _check_needs(self, stages: Sequence[str]) -> None:
         """Raise before the first stage what would only stop it, or one of the others, later."""
         if "fit" in stages and not self.fitted.exists():
             check_source(self.transfer.source)
-        if "finetune" in stages and self.finetune.adapted and not self.finetune_run.finished:
+        runs = {"finetune": [self.finetune_run]}
+        runs["controls"] = [self.control_run(name) for name in self.controls]
+        missing = any(not run.finished for stage in stages for run in runs.get(stage, ()))
+        if missing and self.finetune.adapted:
             require_peft()
 
     def _check_settings(self) -> None:
@@ -270,7 +308,15 @@ class Conversion:
         # With these, evaluate knows the text that the model was not trained on.
         for path in (self.finetune_run.config_file, self.finetune_run.environment_file):
             shutil.copyfile(path, parts / path.name)
+        stages = {"transfer": self.transfer_run, "finetune": self.finetune_run}
+        runs = {name: run.summary for name, run in stages.items() if run.finished}
+        write_text(parts / CARD, card(self.transfer, runs))
         parts.rename(self.model)
+
+
+def _finished(runs: Mapping[str, RunFolder]) -> dict[str, str]:
+    """The folders of those runs that are finished."""
+    return {name: str(run.path) for name, run in runs.items() if run.finished}
 
 
 def measured_scores(

@@ -31,8 +31,6 @@ def conversion_model(
     """
     model, identity = converted_source(source, config)
     layers = converted_layers(model)
-    if not layers:
-        raise ValueError(f"attention={config.attention!r} leaves nothing to train: it is softmax.")
     if config.objective == "transfer" and not modules_to_save(model):
         raise ValueError(
             f"attention={config.attention!r} has no parameters of its own: objective='transfer' "

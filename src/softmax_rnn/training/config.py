@@ -31,7 +31,7 @@ Packing = Literal["blocks", "segments", "documents"]
 HeldOut = Literal["test", "validation"]
 Compile = bool | Literal["auto"]
 Objective = Literal["language", "transfer"]
-STAGES = ("fit", "transfer", "finetune", "report")  # of a conversion
+STAGES = ("fit", "transfer", "finetune", "controls", "report")  # of a conversion
 
 # Appendix D; the schedule's horizon is that of the authors' code.
 _PAPER: dict[str, Any] = {

@@ -168,6 +168,7 @@ def _of_converted(
     inputs: Any,
     _: bool,
     sinks: Tensor | None,
+    *__: Any,
 ) -> HeadInputs:
     projected = layer.project(query, key, value, inputs)
     sink = layer.sink if sinks is None else sinks
