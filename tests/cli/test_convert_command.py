@@ -14,8 +14,10 @@ from sources import save_source
 
 
 def test_layers_of_a_text() -> None:
-    assert parse_layers("0,2,4-7") == [0, 2, 4, 5, 6, 7]
-    for text in ("", "a", "3-", "-3", "1,,2", "4-x"):
+    assert parse_layers("0,2,4-7") == ([0, 2, 4, 5, 6, 7], 0)
+    assert parse_layers(None) == (None, 0)
+    assert parse_layers("auto:8") == (None, 8)
+    for text in ("", "auto", "auto:0", "auto:-1", "best:3", "a", "3-", "-3", "1,,2", "4-x"):
         with pytest.raises(ValueError, match="numbers and ranges"):
             parse_layers(text)
     with pytest.raises(ValueError, match="names a layer twice"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,10 @@ def _options(parser: ArgumentParser, _: dict[str, Any]) -> None:
         help="a variant's name, or a YAML file with fields of AttentionSpec, as for compare",
     )
     parser.add_argument(
-        "--layers", type=str, help="layers to convert, such as 0,2,4-7 (default: all)"
+        "--layers",
+        type=str,
+        help="layers to convert, such as 0,2,4-7 (default: all); or auto:N, which keeps softmax "
+        "in the N layers whose conversion changes the predictions most",
     )
     parser.add_argument(
         "--corpus", type=str, default="docstrings", help="text to train on, as for train"
@@ -73,7 +77,7 @@ def _convert(parsed: Namespace) -> int:
     from softmax_rnn.experiments.costs import chosen_gpu
 
     disable_progress_bar()  # it would cover our own
-    layers = None if parsed.layers is None else parse_layers(parsed.layers)
+    layers, keep = parse_layers(parsed.layers)
     conversion = Conversion.of(
         parsed.source,
         Path(parsed.out),
@@ -82,6 +86,7 @@ def _convert(parsed: Namespace) -> int:
         fields={"layers": layers, "seed": parsed.seed, **parse_fields(parsed.with_fields)},
         transfer=parse_fields(parsed.transfer_fields),
         finetune=parse_fields(parsed.finetune_fields),
+        keep=keep,
     )
     if parsed.dry_run:
         show(conversion_table(conversion, chosen_gpu(parsed.gpu)))
@@ -92,24 +97,36 @@ def _convert(parsed: Namespace) -> int:
         from softmax_rnn.conversion.report import report
 
         with timed("report"), StopRequest(left()):
-            models, settings, out = conversion.models, conversion.finetune, conversion.out
+            models, out = conversion.models, conversion.out
+            settings = dataclasses.replace(conversion.finetune, layers=conversion.layers)
             table, paths = report(models, settings, out, conversion.source_hash)
         show(table)
         show_paths(paths)
     return 0
 
 
-def parse_layers(text: str) -> list[int]:
-    """The layers of a text such as ``0,2,4-7``; ``ValueError`` for any other text."""
+def parse_layers(text: str | None) -> tuple[list[int] | None, int]:
+    """The layers of a text such as ``0,2,4-7``, and N of ``auto:N``; ``None`` for all layers.
+
+    Raises:
+        ValueError: for any other text.
+    """
+    if text is None:
+        return None, 0
+    name, _, count = text.partition(":")
+    if name == "auto" and count.isdecimal() and int(count):
+        return None, int(count)
     layers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"--layers takes numbers and ranges, such as 0,2,4-7, not {text!r}.")
+            raise ValueError(
+                f"--layers takes numbers and ranges, such as 0,2,4-7, or auto:N, not {text!r}."
+            )
         layers += range(int(first), int(last or first) + 1)
     if len(set(layers)) < len(layers):
         raise ValueError(f"--layers {text} names a layer twice.")
-    return sorted(layers)
+    return sorted(layers), 0
 
 
 COMMANDS = {
@@ -118,9 +135,11 @@ COMMANDS = {
         _options,
         _convert,
         about="Convert a pretrained model in stages: fit (initial values of the new attention), "
-        "transfer (train it to give softmax's outputs), finetune (train LoRA's additions, or with "
-        "--finetune lora_rank=0 all weights, to predict tokens as the source does) and report. "
-        "OUT/model has the result. Rerun it to resume.",
+        "transfer (train it to give softmax's outputs), choose (with --layers auto:N: which layers "
+        "keep softmax), finetune (train LoRA's additions, or with --finetune lora_rank=0 all "
+        "weights, to predict tokens as the source does), controls (train the source and the "
+        "window alone on the same tokens) and report. OUT/model has the result. Rerun it to "
+        "resume.",
         extra="convert",
     ),
 }

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from softmax_rnn._utils.progress import ProgressBar
 from softmax_rnn._utils.units import bytes_text, count_text, hours_text
+from softmax_rnn.conversion.choice import divergences
 from softmax_rnn.conversion.convert import modules_to_save
 from softmax_rnn.conversion.initial_values import fit_initial_values
 from softmax_rnn.conversion.measures import Findings, measurements
@@ -80,6 +81,8 @@ def conversion_table(conversion: Conversion, gpu: str | None) -> Table:
         test_rows = None
     rows = []
     for name in STAGES:
+        if name == "choose" and not conversion.keep:
+            continue
         cells = [""] * 8
         if name in runs:
             config, found, count = runs[name][0], costs[name], len(runs[name])
@@ -221,9 +224,9 @@ def stage_times(conversion: Conversion) -> dict[str, StageTime]:
     """
     with ProgressBar("Timing the first batches", 4, transient=True) as bar:
         controls = conversion.controls
-        fit, report, transferable = _fit_and_report(conversion.transfer, list(controls))
+        fit, choose, report, transferable = _fit_and_report(conversion.transfer, list(controls))
         bar.update(2)
-        found = {"fit": StageTime(fit)}
+        found = {"fit": StageTime(fit), "choose": StageTime(choose)}
         if transferable:
             found["transfer"] = _training(conversion.transfer)
         bar.update(3)
@@ -234,8 +237,10 @@ def stage_times(conversion: Conversion) -> dict[str, StageTime]:
     return {**found, "report": StageTime(report)}
 
 
-def _fit_and_report(config: ConversionConfig, controls: Sequence[str]) -> tuple[float, float, bool]:
-    """The seconds of these stages, and whether the new attention has parameters of its own."""
+def _fit_and_report(
+    config: ConversionConfig, controls: Sequence[str]
+) -> tuple[float, float, float, bool]:
+    """The seconds of fit, choose and report; whether the new attention has parameters."""
     started = time.perf_counter()
     source = open_model(config.source).model
     model, _ = converted_source(open_model(config.source).model, config)
@@ -244,7 +249,8 @@ def _fit_and_report(config: ConversionConfig, controls: Sequence[str]) -> tuple[
     fit = loading + expected_seconds(lambda done: measured_scores(source, list(rows), done))
     fit += expected_seconds(lambda done: fit_initial_values(model, list(rows[:ROWS]), done))
     report = 2 * loading + _report_seconds(source, model, rows[:BLOCKS], controls)
-    return fit, report, bool(modules_to_save(model))
+    choose = loading + expected_seconds(lambda done: divergences(model, list(rows[:ROWS]), done))
+    return fit, choose, report, bool(modules_to_save(model))
 
 
 def _rows(model: PreTrainedModel, count: int, length: int) -> Tensor:

@@ -4,6 +4,8 @@ OUT/conversion.yaml    the settings of every stage
 OUT/scores/            the scores of the source's heads: ranges, sinks, orders
 OUT/fitted/            the converted model before any training, with fitted initial values
 OUT/transfer/          the run that trains the new attention to give softmax's outputs
+OUT/layers.json        with --layers auto:N: what each layer's conversion costs
+OUT/chosen/            the model with softmax again in the N layers where it costs most
 OUT/finetune/          the run that trains LoRA's additions, or all weights, to predict tokens
 OUT/model/             the result: model and tokenizer
 OUT/controls/          runs as the last one, of the source and of the window alone
@@ -39,6 +41,7 @@ from softmax_rnn.analysis.heads.figure import draw
 from softmax_rnn.analysis.heads.result import Analysis, write
 from softmax_rnn.conversion.card import NAME as CARD
 from softmax_rnn.conversion.card import card
+from softmax_rnn.conversion.choice import costliest, divergences, restore_softmax
 from softmax_rnn.conversion.initial_values import fit_initial_values
 from softmax_rnn.conversion.layer import converted_layers
 from softmax_rnn.conversion.lora import require_peft
@@ -53,7 +56,7 @@ from softmax_rnn.training.opening import check_source, open_model
 from softmax_rnn.training.run import load_rows, run_tokenizer, train
 from softmax_rnn.training.stopping import StopRequest
 
-_COUNTS = "counts.json"
+_COUNTS, _LAYERS = "counts.json", "layers.json"
 # Files of a checkpoint that are no part of a saved model.
 _OF_RUNS = (MANIFEST, PROGRESS, STATE, "*.jsonl")
 ROWS = 4  # of text, for fitted initial values
@@ -79,11 +82,13 @@ class Conversion:
     """A conversion: its folder, and the settings of its two runs.
 
     ``transfer`` has the pretrained model as its source; each run starts from the stage before.
+    ``keep`` layers keep softmax, chosen after the transfer; 0 for a choice of one's own.
     """
 
     out: Path
     transfer: ConversionConfig
     finetune: ConversionConfig
+    keep: int = 0
 
     @classmethod
     def of(
@@ -96,6 +101,7 @@ class Conversion:
         fields: Mapping[str, Any],
         transfer: Mapping[str, Any],
         finetune: Mapping[str, Any],
+        keep: int = 0,
     ) -> Conversion:
         """A conversion of ``source``.
 
@@ -108,6 +114,8 @@ class Conversion:
             fields: settings of both runs, fields of :class:`ConversionConfig`.
             transfer: settings of the first run only.
             finetune: settings of the second run only.
+            keep: how many layers keep softmax, those whose conversion costs most; 0 for the
+                ``layers`` of ``fields`` (by default none).
 
         Raises:
             ValueError: for an invalid setting.
@@ -120,7 +128,7 @@ class Conversion:
         if first.spec == AttentionSpec() and first.variant.options == LayerOptions():
             raise ValueError(f"attention={attention!r} leaves nothing to convert: it is softmax.")
         second = ConversionConfig.from_dict({**COMMON, **FINETUNE, **both, **finetune})
-        return cls(out, first, second)
+        return cls(out, first, second, keep)
 
     @property
     def fitted(self) -> Path:
@@ -131,6 +139,20 @@ class Conversion:
     def source_hash(self) -> str:
         """The hash of the source's weights when it was converted."""
         return str(json.loads((self.fitted / _COUNTS).read_text(encoding="utf-8"))["source"])
+
+    @property
+    def chosen(self) -> Path:
+        """The folder of the model in which chosen layers have softmax again."""
+        return self.out / "chosen"
+
+    @property
+    def layers(self) -> list[int] | None:
+        """The layers that are converted, as far as they are chosen; ``None`` for all."""
+        file = self.out / _LAYERS
+        if not self.keep or not file.exists():
+            return self.finetune.layers
+        layers: list[int] = json.loads(file.read_text(encoding="utf-8"))["converted"]
+        return layers
 
     @property
     def model(self) -> Path:
@@ -160,6 +182,7 @@ class Conversion:
             alone = AttentionSpec(window=spec.window, global_keys=spec.global_keys)
             changes[WINDOW_TRAINED] = {"attention": alone.to_dict()}
         start: dict[str, Any] = {"source": self.transfer.source, "layer": {}}
+        start["layers"] = self.layers
         return {
             name: dataclasses.replace(self.finetune, **start, **change)
             for name, change in changes.items()
@@ -221,10 +244,17 @@ class Conversion:
             config = dataclasses.replace(self.transfer, source=str(self.fitted))
             with timed("transfer"):
                 train(config, self.transfer_run.path, resume=True, stop_after=left())
+        later = {"choose", "finetune"} & set(stages)
+        if later and transferable and not self.transfer_run.finished:
+            raise ValueError(f"{start} is not finished: run the stage 'transfer' first.")
+        if "choose" in stages and self.keep and not self.chosen.exists():
+            with timed("choose"), StopRequest(left()):
+                self._choose(start)
         if "finetune" in stages:
-            if transferable and not self.transfer_run.finished:
-                raise ValueError(f"{start} is not finished: run the stage 'transfer' first.")
-            config = dataclasses.replace(self.finetune, source=str(start))
+            if self.keep and not self.chosen.exists():
+                raise ValueError(f"There is no {self.chosen}: run the stage 'choose' first.")
+            start = self.chosen if self.keep else start
+            config = dataclasses.replace(self.finetune, source=str(start), layers=self.layers)
             with timed("finetune"):
                 train(config, self.finetune_run.path, resume=True, stop_after=left())
             # One process of a run publishes it, once.
@@ -248,11 +278,17 @@ class Conversion:
         """Save the settings; raise ``ValueError`` if the folder has a conversion with others."""
         file = self.out / "conversion.yaml"
         runs = {"transfer": self.transfer.to_dict(), "finetune": self.finetune.to_dict()}
+        choice = {"keep": self.keep}
         started = any(path.exists() for path in (self.fitted, self.transfer_run.path))
         if not file.exists() or not started:
-            write_text(file, format_yaml(runs))
+            write_text(file, format_yaml({**choice, **runs}))
             return
         found = parse_yaml(file.read_bytes(), file)
+        if isinstance(found, dict) and found.get("keep", 0) != self.keep:
+            raise ValueError(
+                f"{self.out} holds a conversion in which {found['keep']} layers keep softmax by "
+                f"choice, not {self.keep}. Choose another folder, or the same settings."
+            )
         for name, settings in runs.items():
             try:  # an earlier version may lack some settings, which then have their defaults
                 there = ConversionConfig.from_dict(found[name]).to_dict()
@@ -267,11 +303,9 @@ class Conversion:
 
     def _fit(self) -> None:
         """Measure the source's heads, convert it, and fit the values of the new attention."""
-        _, rows, _ = load_rows(self.transfer)
+        ids = self._rows()
         # First, since it refuses what cannot be converted.
         model, identity = converted_source(open_model(self.transfer.source).model, self.transfer)
-        chosen = np.random.default_rng(self.transfer.seed).integers(len(rows), size=ROWS)
-        ids = [rows[int(i)]["input_ids"] for i in chosen]
         about = sha256(json.dumps([identity, ids[0].tolist()]))
         done = self.out / "scores" / "of.sha256"
         if not done.exists() or done.read_text() != about:  # else stopped after it
@@ -298,6 +332,31 @@ class Conversion:
         seal(parts)
         parts.rename(self.fitted)
 
+    def _rows(self) -> list[Tensor]:
+        """Some rows of the training text."""
+        _, rows, _ = load_rows(self.transfer)
+        chosen = np.random.default_rng(self.transfer.seed).integers(len(rows), size=ROWS)
+        return [rows[int(i)]["input_ids"] for i in chosen]
+
+    def _choose(self, start: Path) -> None:
+        """Give the layers whose conversion costs most their softmax again."""
+        opened = open_model(str(start))
+        model = opened.model
+        with ProgressBar("Measuring layers", 1.0) as bar:
+            found = divergences(model, self._rows(), bar.update)
+        kept = costliest(found, self.keep)
+        write_json(
+            self.out / _LAYERS,
+            {"divergence": found, "converted": [x for x in found if x not in kept]},
+        )
+        restore_softmax(model, kept)
+        parts = self.out / ".chosen.parts"
+        shutil.rmtree(parts, ignore_errors=True)
+        model.save_pretrained(parts)
+        opened.tokenizer.save_pretrained(parts)
+        parts.rename(self.chosen)
+        notice(f"Softmax stays in the layers {', '.join(map(str, kept))}.")
+
     def _publish(self) -> None:
         """Copy the files of the last checkpoint that belong to a saved model."""
         checkpoint, _ = newest_whole(self.finetune_run.checkpoints)
@@ -310,7 +369,8 @@ class Conversion:
             shutil.copyfile(path, parts / path.name)
         stages = {"transfer": self.transfer_run, "finetune": self.finetune_run}
         runs = {name: run.summary for name, run in stages.items() if run.finished}
-        write_text(parts / CARD, card(self.transfer, runs))
+        config = dataclasses.replace(self.transfer, layers=self.layers)
+        write_text(parts / CARD, card(config, runs))
         parts.rename(self.model)
 
 

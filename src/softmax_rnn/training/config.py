@@ -31,7 +31,8 @@ Packing = Literal["blocks", "segments", "documents"]
 HeldOut = Literal["test", "validation"]
 Compile = bool | Literal["auto"]
 Objective = Literal["language", "transfer"]
-STAGES = ("fit", "transfer", "finetune", "controls", "report")  # of a conversion
+# Of a conversion.
+STAGES = ("fit", "transfer", "choose", "finetune", "controls", "report")
 
 # Appendix D; the schedule's horizon is that of the authors' code.
 _PAPER: dict[str, Any] = {
