@@ -158,11 +158,12 @@ def test_softmax_with_another_part_is_converted() -> None:
         torch.testing.assert_close(found(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_packed_rows_cannot_have_first_keys() -> None:
+def test_a_mask_of_pairs_cannot_have_first_keys() -> None:
+    """Unless it shows packed sequences, each with its own first keys."""
     found, ids = model(f"window_state:{WINDOW}"), torch.randint(0, 257, (1, 20))
-    positions = torch.cat((torch.arange(12), torch.arange(8)))[None]
+    mask = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril().triu(-15)
     with pytest.raises(ValueError, match="needs a mask of keys"):
-        found(ids, position_ids=positions, use_cache=False)
+        found(ids, attention_mask=mask, use_cache=False)
 
 
 def test_a_share_is_missing_after_a_norm() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, library
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -93,8 +95,128 @@ def test_a_token_after_a_state(
             assert a.dtype == b.dtype
             assert (a - b).norm() <= TOLERANCE[dtype] * b.norm().clamp(min=1e-30), options
         assert (found[1].tokens, found[1].visible.tolist()) == (30, [30] * batch)
+        for key in ("magnitudes", "largest"):
+            a, b = (each[1].tensors.get(key) for each in (found, expected))
+            torch.testing.assert_close(a, b, rtol=TOLERANCE[dtype], atol=0.0, msg=key)
     # A sum with both signs may be within its rounding errors.
     assert sum(token is not None for token in taken) >= (8 if name in COVERED else 0)
+
+
+WINDOWED = {
+    "series": st.sampled_from(["power", "taylor", "polynomial"]),
+    "order": st.integers(0, 3),
+    "window": st.integers(1, 6),
+    "global_keys": st.integers(0, 4),
+    "outside_width": st.sampled_from([None, 3, 7]),
+    "hidden": st.integers(0, 9),
+    "spread": st.sampled_from([1.0, 1e-3, 6.0]),
+    "batch": st.integers(1, 2),
+    "dtype": st.sampled_from([torch.float64, torch.float32]),
+    "seed": st.integers(0, 999),
+}
+
+
+@needs_library
+@given(**WINDOWED)
+def test_tokens_after_a_window_and_a_state(
+    series: Any,
+    order: int,
+    window: int,
+    global_keys: int,
+    outside_width: int | None,
+    hidden: int,
+    spread: float,
+    batch: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """Token by token as in one pass, also after padding; outputs and every tensor of the state."""
+    fixed = tuple(1.0 / (n + 1) for n in range(order + 1)) if series == "polynomial" else None
+    spec = sr.AttentionSpec(
+        series=series, order=None if fixed else order, coefficients=fixed,
+        window=window, global_keys=global_keys, outside="series",
+    )  # fmt: skip
+    draw, tokens = torch.Generator().manual_seed(seed), 14
+    sizes = {"q": (4, 5), "k": (2, 5), "v": (2, 6)}
+    if outside_width is not None:
+        sizes |= {"outside_q": (4, outside_width), "outside_k": (2, outside_width)}
+    given = {
+        name: normal(draw, batch, heads, tokens, width) for name, (heads, width) in sizes.items()
+    }
+    for name in sizes.keys() - {"v"}:
+        given[name] *= spread
+    if outside_width is not None:  # weights of any sign could cancel, to nothing
+        given = {name: x.abs() if "outside" in name else x for name, x in given.items()}
+    else:
+        given |= {"q": given["q"].abs(), "k": given["k"].abs()}
+    scale = normal(draw, 4).exp()
+    shown = torch.ones(batch, 1, 1, tokens, dtype=torch.bool)
+    shown[-1, ..., : min(hidden, tokens - 3)] = False  # of the last row
+    given = {name: x.to(dtype) for name, x in given.items()}
+    calls, original = [], native_token.step
+
+    def counted(call: Call) -> Any:
+        calls.append(original(call))
+        return calls[-1]
+
+    def run(tensors: dict[str, Tensor], short: bool) -> tuple[Tensor, sr.State]:
+        first = {name: x[:, :, :11] for name, x in tensors.items()}
+        options: dict[str, Any] = {"outside_scale": scale.to(tensors["q"].dtype)}
+        out, state = sr.attention(
+            **first, spec=spec, mask=shown[..., :11], padding=True, return_state=True, **options
+        )
+        outputs = [out]
+        for token in range(11, tokens):
+            one = {name: x[:, :, token : token + 1] for name, x in tensors.items()}
+            options |= {} if short else {"mask": shown[..., token : token + 1], "padding": True}
+            out, state = sr.attention(**one, spec=spec, state=state, return_state=True, **options)
+            outputs.append(out)
+        return torch.cat(outputs, dim=2), state
+
+    expected, after = run({name: x.double() for name, x in given.items()}, False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_token, "step", counted)
+        found, state = run(given, True)
+    assert len(calls) == 3
+    assert None not in calls
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}[dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    assert state.tensors.keys() == after.tensors.keys()
+    for name, x in state.tensors.items():
+        wanted = after.tensors[name]
+        size = float(wanted.double().abs().max()) if wanted.numel() else 0.0
+        torch.testing.assert_close(
+            x.to(wanted.dtype), wanted, rtol=tolerance, atol=tolerance * size, msg=name
+        )
+
+
+@needs_library
+def test_a_window_that_is_not_certain_takes_the_general_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hidden slots between visible ones, sums that cancel, the series alone, NaN."""
+    spec = sr.AttentionSpec(series="power", order=1, window=4, global_keys=1, outside="series")
+    q, k, v = (normal(torch.Generator().manual_seed(i), 1, 2, 12, 4) for i in range(3))
+    shown = torch.ones(1, 1, 1, 11, dtype=torch.bool)
+    shown[..., 9] = False
+    for change in ("gap", "alone", "nan", "cancel"):
+        mask = shown if change == "gap" else None
+        early = [x[:, :, :11] for x in (q, k, v)]
+        one = [x[:, :, 11:].clone() for x in (q, k, v)]
+        if change == "cancel":
+            early[1] = early[1].sign() * 1e8
+            one[0] = -1e8 * torch.ones_like(one[0])
+        _, state = sr.attention(*early, spec, mask=mask, return_state=True)
+        options: dict[str, Any] = {"state": state, "return_state": True}
+        if change == "alone":
+            options["outside_scale"] = torch.full((2,), torch.inf, dtype=q.dtype)
+        if change == "nan":
+            one[2][..., 0] = torch.nan
+        results = [
+            call(*one, spec, **options)[0]
+            for call in (sr.attention, lambda *a, **o: general(monkeypatch, *a, **o))
+        ]
+        torch.testing.assert_close(*results, equal_nan=True, rtol=1e-9, atol=1e-9)
 
 
 @needs_library
@@ -105,7 +227,7 @@ def test_a_sum_that_cancels_takes_the_general_way(monkeypatch: pytest.MonkeyPatc
     total = state.sums[:, :, -1:] + k[:, :, 30:]
     across = torch.stack([total[..., 1], -total[..., 0]], dim=-1)  # so that the terms cancel
     arguments = across, k[:, :, 30:], v[:, :, 30:], spec
-    assert native_token.step(*arguments, state, None) is None
+    assert native_token.step(Call(*arguments, state=state, return_state=True)) is None
     found = sr.attention(*arguments, state=state, return_state=True)
     expected = general(monkeypatch, *arguments, state=state, return_state=True)
     assert torch.equal(found[0], expected[0])

@@ -86,7 +86,7 @@ class Attending:
 
     def source(self) -> Tensor:
         """The source's attention, softmax, [B, T, H, E]."""
-        tensors, spec = (self.query, self.key, self.value), self.layer.record.source_spec
+        tensors, spec = (self.query, self.key, self.value), self.layer.source_spec
         options = {"sink": self.sinks, "segments": self.segments, **self.visible}
         return attention(*tensors, spec, **options).transpose(1, 2)
 
@@ -120,6 +120,8 @@ class ConvertedLayer(AttentionCore):
         super().__init__(record.spec, record.options)
         record.check()
         self.record = record
+        # Reading a record takes longer than computing a token.
+        self.scaled_by_family, self.source_spec = record.scaled_by_family, record.source_spec
         heads = record.num_heads, record.num_kv_heads
         self.add_parts(record.hidden_size, *heads, record.key_width, record.value_width)
         if record.sinks:  # the family's parameter
@@ -133,7 +135,7 @@ class ConvertedLayer(AttentionCore):
     @property
     def is_source(self) -> bool:
         """Whether it computes the source's attention."""
-        return self.spec == self.record.source_spec and self.options == LayerOptions()
+        return self.spec == self.source_spec and self.options == LayerOptions()
 
     def project(
         self, query: Tensor, key: Tensor, value: Tensor, inputs: _Inputs, cache: Any = None
@@ -250,6 +252,9 @@ class ConvertedLayer(AttentionCore):
                 "which a converted attention does not have."
             )
         mask = mask[..., mask.shape[-1] - keys :]  # a cache may have dropped the first
+        known = isinstance(cache, StateLayer) and not torch.compiler.is_compiling()
+        if known and mask.is_cpu and mask.shape[-2] == keys == 1 and mask.all():
+            return None, causal  # a visible token, whatever padding came before
         require_first_keys(self.spec, mask)
         if mask.shape[-2] == 1:
             return mask, True
@@ -270,14 +275,17 @@ class ConvertedLayer(AttentionCore):
         """Queries and keys after the feature map; only differences of positions matter."""
         earlier = key.shape[2] - query.shape[2]
         positions = torch.arange(start, start + key.shape[2], device=key.device).unsqueeze(0)
+        if earlier:  # a map takes as many queries as keys
+            query = F.pad(query, (0, 0, earlier, 0))
+            unrotated_q = None if unrotated_q is None else F.pad(unrotated_q, (0, 0, earlier, 0))
         before = None
         if unrotated_q is not None and unrotated_k is not None:
-            before = F.pad(unrotated_q, (0, 0, earlier, 0)), unrotated_k
-        mapped = self.map_features(F.pad(query, (0, 0, earlier, 0)), key, positions, before)
+            before = unrotated_q, unrotated_k
+        mapped = self.map_features(query, key, positions, before)
         far = mapped.outside_q
         if far is not None:
             far = far[:, :, earlier:]
-            if self.record.scaled_by_family:  # the number is that of the width inside the window
+            if self.scaled_by_family:  # the number is that of the width inside the window
                 far = far * (query.shape[3] / far.shape[3]) ** 0.5
         return mapped._replace(q=mapped.q[:, :, earlier:], outside_q=far)
 

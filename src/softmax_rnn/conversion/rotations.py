@@ -12,6 +12,7 @@ import itertools
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from softmax_rnn.ops import compute_dtype
@@ -55,24 +56,61 @@ def unrotated(x: Tensor, embeddings: Any, rotation: str) -> Tensor:
     way = ROTATIONS[rotation]
     if way is None:
         return x
+    dtype = compute_dtype(x.dtype)
+    own, other, places = _inverse(embeddings, way, x.shape[3], x.shape[2], x.device, dtype)
+    wide = x.to(dtype)
+    return (wide * own).addcmul(wide.index_select(3, places), other).to(x.dtype)
+
+
+# The last inverse and what it is of: all layers of a model get the same positions for a token.
+_last: tuple[Any, tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] | None = None
+
+
+def _inverse(
+    embeddings: Any, way: Rotation, width: int, tokens: int, *kind: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of a rotation: ``x_d own_d + x_places(d) other_d``.
+
+    ``kind`` is a device and a dtype. The factors are [B or 1, 1, T, width], the places [width].
+    """
+    global _last
+    about = (way, width, tokens, *kind)
+    one = tokens == 1 and not torch.compiler.is_compiling()
+    if one and _last is not None and _last[0] is embeddings and _last[1] == about:
+        return _last[2]
     cos, sin = _cosines_and_sines(embeddings)
     if way.angles != "once":
         cos, sin = (_pairs(angle, way.angles)[0] for angle in (cos, sin))
-    width, total = 2 * cos.shape[-1], x.shape[-1]
-    if not 0 < width <= total or cos.shape[-2] != x.shape[2]:
-        raise ValueError(f"Angles {list(cos.shape)} cannot have rotated {list(x.shape)}.")
-    sizes = (width, total - width) if way.channels == "first" else (total - width, width)
-    parts = list(x.split(sizes, -1))
-    turned = parts[way.channels == "last"]
-    dtype = compute_dtype(x.dtype)
-    cos, sin = (angle.unsqueeze(1).to(x.device, dtype) for angle in (cos, sin))
-    first, second = (part.to(dtype) for part in _pairs(turned, way.pairs))
+    turning = 2 * cos.shape[-1]
+    if not 0 < turning <= width or cos.shape[-2] != tokens:
+        raise ValueError(
+            f"Angles {list(cos.shape)} cannot have rotated {tokens} tokens of width {width}."
+        )
+    cos, sin = (angle.unsqueeze(1).to(*kind) for angle in (cos, sin))
     # Some families scale the angles' cosines and sines; bfloat16 rounds them.
     size = cos.square() + sin.square()
-    back = (first * cos + second * sin) / size, (second * cos - first * sin) / size
-    found = torch.cat(back, -1) if way.pairs == "halves" else torch.stack(back, -1).flatten(-2)
-    parts[way.channels == "last"] = found.to(x.dtype)
-    return torch.cat(parts, -1)
+    cos, sin = cos / size, sin / size
+    channels = torch.arange(turning, device=cos.device)
+    if way.pairs == "halves":
+        own, other = torch.cat((cos, cos), -1), torch.cat((sin, -sin), -1)
+        places = channels.roll(turning // 2)
+    else:
+        own, other = (torch.stack(x, -1).flatten(-2) for x in ((cos, cos), (sin, -sin)))
+        places = channels ^ 1
+    rest = width - turning
+    before = rest if way.channels == "last" else 0
+    around = before, rest - before
+    own, other = F.pad(own, around, value=1.0), F.pad(other, around)
+    places = torch.cat(
+        (
+            torch.arange(before, device=cos.device),
+            places + before,
+            torch.arange(before + turning, width, device=cos.device),
+        )
+    )
+    if one:
+        _last = embeddings, about, (own, other, places)
+    return own, other, places
 
 
 def _cosines_and_sines(embeddings: Any) -> tuple[Tensor, Tensor]:

@@ -237,7 +237,7 @@ def _in_steps(call: Call, plan: Plan) -> Tensor | tuple[Tensor, State]:
         if call.log_decay is not None:
             call.log_decay = per_key_decay(call.log_decay, call.k, call.mask)
         kept: tuple[KeptKeys | None, KeptKeys | None] = (None, None)
-        if plan.path == "parts":
+        if spec.outside == "series":
             compute = functools.partial(_sums_of_part, plan.name)
             sums, kept = window_and_series(compute, call, packed is not None)
         else:

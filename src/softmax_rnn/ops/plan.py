@@ -326,7 +326,7 @@ def explain(
     form = options.pop("form", "auto")
     call = Call(q, k, v, resolve(spec), **options)
     plan = planned(call, form)
-    if plan.path == "parts":
+    if call.spec.outside == "series":
         return dict.fromkeys(FORMS, "the window and the series outside it are two calls")
     s, words = signature(call, form), {}
     for name, row in FORMS.items():
@@ -389,7 +389,8 @@ def _plan(call: Call, s: Signature) -> Plan:
     if s.form != "auto" and s.form not in FORMS:
         raise unknown("form", s.form, ["auto", *FORMS])
     if s.spec.outside == "series":
-        return Plan("parts", s.form, FORMS["dense"], {})
+        short = _path(s, s.form) == "token"
+        return Plan("token" if short else "parts", s.form, FORMS["dense"], {})
     name = _chosen(call, s)
     form, lasting = FORMS[name], True
     options: dict[str, Any] = {}
@@ -541,9 +542,11 @@ def _path(s: Signature, form: str) -> Path:
 def _computes_token(spec: AttentionSpec, dtype: torch.dtype) -> bool:
     """Whether ``cpu/token.py`` computes a spec: the quotient of a finite series."""
     plain = spec.norm == "none" and spec.output_gate == "none" and not spec.input_gate
-    series = spec.has_state and spec.window is None and not spec.learned_coefficients
+    series = spec.has_state and not spec.learned_coefficients
     quotient = spec.row_sum == RowSum() and spec.decay != "channel"
     types = dtype in (torch.float32, torch.float64) and spec.feature_map in native_token.MAPS
+    if spec.window is not None:  # its keys are mapped, and fade, as they are kept
+        plain = plain and spec.feature_map == "identity" and spec.decay == "none"
     return plain and series and quotient and types
 
 

@@ -7,6 +7,7 @@ to keys shifted by the window.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ def window_and_series(
         if packed and (order := hidden_first(near.shown_keys)) is not None:
             shown = taken(near.shown_keys, order, dim=1)[:, None, None]
             near = near.each(lambda _, x: taken(x, order), shown)
-    inside, outside = _parts(spec, q.shape[-1], far_q.shape[-1])
+    inside, outside = parts_of(spec, q.shape[-1], far_q.shape[-1])
     faded = None  # the decay over the window of each query
     if near.log_decay is not None:
         total = near.log_decay.cumsum(2)
@@ -192,7 +193,8 @@ def _shifted(x: Tensor, count: int) -> Tensor:
     return _padded(x, min(count, x.shape[2]))[:, :, : x.shape[2]]
 
 
-def _parts(
+@functools.lru_cache(maxsize=64)
+def parts_of(
     spec: AttentionSpec, width: int, outside_width: int
 ) -> tuple[AttentionSpec, AttentionSpec]:
     """The specs inside and outside the window, for mapped queries and keys of these widths."""

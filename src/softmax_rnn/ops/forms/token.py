@@ -37,13 +37,13 @@ def after_state(call: Call) -> tuple[Tensor, State] | None:
     """The output for a token and the state after it; ``None`` if it is not certain."""
     spec, state = call.spec, call.state
     assert state is not None
-    token = native_token.step(call.q, call.k, call.v, spec, state, call.log_decay)
+    token = native_token.step(call)
     if token is None:
         return None
     if not within_range(spec, token.largest_key, token.largest_value, 1, call.q.dtype):
         return None
     found = token.sums, token.magnitudes, token.largest
-    return token.out, next_state(spec, state, *found, None, None, None, 1)
+    return token.out, next_state(spec, state, *found, token.recent, token.first, None, 1)
 
 
 class Weights(NamedTuple):

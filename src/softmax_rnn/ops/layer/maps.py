@@ -115,8 +115,11 @@ class SquaredReLU(LayerMap):
             matrix, shift = (
                 getattr(self, f"{name}_{part}").to(x.dtype) for part in ("matrix", "shift")
             )
-            y = (x * x.shape[-1] ** -0.25) @ matrix.mT + shift.unsqueeze(1)
-            found.append(y.relu().square())
+            batch, _, tokens, width = x.shape
+            # One product for each head: of a token, each further operation would take as long.
+            flat = x.transpose(0, 1).flatten(1, 2)
+            y = torch.baddbmm(shift.unsqueeze(1), flat, matrix.mT, alpha=width**-0.25)
+            found.append(y.relu().square().unflatten(1, (batch, tokens)).transpose(0, 1))
         return found[0], found[1]
 
 

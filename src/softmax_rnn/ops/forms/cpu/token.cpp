@@ -1,11 +1,23 @@
 // One token after a state: the recurrence of section 3.1, in one pass over the state of each head.
 //
-// The key is added to the state first, so that the same pass reads the sums over all keys.
-// native_token.py fills in `Call` and describes its fields.
+// The key is added to the state first, so that the same pass reads the sums over all keys. With a
+// window it is the key that leaves the window, if it is visible and none of the first keys; the
+// token then attends to the keys of the window and the first keys by exp, under one denominator.
+// token.py fills in `Call` and describes its fields.
 
 #include "call.h"
 
 namespace {
+
+// Keys that a state keeps, and where those of the next state go: keys [heads, N, near_width], values
+// [heads, N, values], the keys outside the window [heads, N, width] or null if they are the same;
+// `visible` [batch, N].
+template <class T> struct Kept {
+  const T *k, *v, *outside;
+  const uint8_t* visible;
+  T *next_k, *next_v, *next_outside;
+  uint8_t* next_visible;
+};
 
 template <class T> struct Call {
   const T *q, *k, *v, *state, *weights;
@@ -16,20 +28,25 @@ template <class T> struct Call {
   T *out, *next;
   double* found;
   T *next_magnitudes, *next_largest;
+  // With a window; all null without one. `near` are those of exp, of another width.
+  const T *near_q, *near_k, *factor;
+  Kept<T> recent, first_keys;
   int64_t heads, groups, width, values, monomials, rows, map, first, powers, threads;
-  double scale, guard, growth;
+  int64_t kv_heads, window, first_count, near_width;
+  double scale, guard, growth, near_scale;
 };
 
 template <class T> struct Head {
   const Call<T>& c;
-  Buffer<T> added, read, sums;
+  Buffer<T> added, read, sums, scores;
   Buffer<double> tops;  // the largest magnitude of each power
   double largest_key = 0, largest_value = 0;
   bool unsure = false;
 
   explicit Head(const Call<T>& c)
       : c(c), added(buffer<T>(c.monomials)), read(buffer<T>(c.groups * c.monomials)),
-        sums(buffer<T>(c.groups * (c.values + 1))), tops(buffer<double>(c.powers)) {}
+        sums(buffer<T>(c.groups * (c.values + 1))),
+        scores(buffer<T>(c.window + c.first_count + 1)), tops(buffer<double>(c.powers)) {}
 
   T mapped(T x) const {
     if (c.map == 1) return x > 0 ? x + 1 : std::exp(x);
@@ -52,8 +69,17 @@ template <class T> struct Head {
 
   void run(int64_t n) {
     const int64_t unused = c.monomials - c.rows, channels = c.values + 1;
-    const double key = expand(c.k + n * c.width, T(1), added.get());
-    largest_key = key <= largest_key ? largest_key : key;
+    const T *key = c.k + n * c.width, *value = c.v + n * c.values;
+    bool adds = true;
+    if (c.window) {
+      adds = leave(n);
+      key = (c.recent.outside ? c.recent.outside : c.recent.k) + n * c.window * c.width;
+      value = c.recent.v + n * c.window * c.values;
+    }
+    if (adds) {
+      const double size = expand(key, T(1), added.get());
+      largest_key = size <= largest_key ? largest_key : size;
+    }
     for (int64_t g = 0; g < c.groups; g++) {
       T* f = read.get() + g * c.monomials;
       expand(c.q + (n * c.groups + g) * c.width, T(c.scale), f);
@@ -61,24 +87,28 @@ template <class T> struct Head {
     }
     const double decay = c.log_decay ? c.log_decay[n] : 0;
     const T kept = decay < Lanes<T>::FLOOR ? T(0) : T(std::exp(decay)), *f = added.get() + unused;
-    add_magnitudes(n, kept);
+    add_magnitudes(n, kept, adds ? key : nullptr);
     for (int64_t e = 0; e < channels; e++) {
-      const T value = e < c.values ? c.v[n * c.values + e] : T(1);
-      if (e < c.values)
-        largest_value = std::abs(double(value)) <= largest_value ? largest_value : std::abs(value);
+      const T each = e < c.values ? value[e] : T(1);
+      if (adds && e < c.values)
+        largest_value = std::abs(double(each)) <= largest_value ? largest_value : std::abs(each);
       const T* old = c.state + (n * channels + e) * c.rows;
       T* next = c.next + (n * channels + e) * c.rows;
-      for (int64_t r = 0; r < c.rows; r++) next[r] = kept * old[r] + value * f[r];
+      if (adds)
+        for (int64_t r = 0; r < c.rows; r++) next[r] = kept * old[r] + each * f[r];
+      else
+        std::copy_n(old, c.rows, next);
       for (int64_t g = 0; g < c.groups; g++)
         sums[g * channels + e] = dot(next, read.get() + g * c.monomials + unused);
     }
     for (int64_t g = 0; g < c.groups; g++) {
-      const T* each = sums.get() + g * channels;
+      T* each = sums.get() + g * channels;
+      const double far = c.window ? attend(n, g, each) : 1;
       const T total = each[c.values];
       // A sum that may be within its rounding errors, is too small for the values, out of range or
       // not a number needs the general way.
-      unsure |= !(std::abs(double(total)) > most_noise(n, g)) || !std::isfinite(total);
-      const double least = c.powers ? c.guard / c.next_largest[n] : 0;
+      unsure |= !(std::abs(double(total)) > most_noise(n, g) * far) || !std::isfinite(total);
+      const double least = c.next_largest ? c.guard / c.next_largest[n] : 0;
       T* out = c.out + (n * c.groups + g) * c.values;
       for (int64_t e = 0; e < c.values; e++) {
         out[e] = each[e] / total;
@@ -87,25 +117,98 @@ template <class T> struct Head {
     }
   }
 
-  T dot(const T* a, const T* b) const {
+  // Move the window and the first keys by one; whether the key that leaves belongs to the series.
+  bool leave(int64_t n) {
+    const int64_t W = c.window, G = c.first_count, b = n / c.kv_heads;
+    const uint8_t* shown = c.recent.visible + b * W;
+    // Hidden slots between visible ones are for the general way.
+    for (int64_t i = 1; i < W; i++) unsure |= shown[i - 1] && !shown[i];
+    int64_t firsts = 0;
+    for (int64_t i = 0; i < G; i++) firsts += c.first_keys.visible[b * G + i];
+    const bool leaves = shown[0], to_first = leaves && firsts < G;
+    shift(c.recent.k, c.recent.next_k, n, W, c.near_width, c.near_k);
+    shift(c.recent.v, c.recent.next_v, n, W, c.values, c.v);
+    if (c.recent.outside) shift(c.recent.outside, c.recent.next_outside, n, W, c.width, c.k);
+    const Kept<T>& first = c.first_keys;
+    if (G) {
+      std::copy_n(first.k + n * G * c.near_width, G * c.near_width, first.next_k + n * G * c.near_width);
+      std::copy_n(first.v + n * G * c.values, G * c.values, first.next_v + n * G * c.values);
+    }
+    if (to_first) {
+      std::copy_n(c.recent.k + n * W * c.near_width, c.near_width,
+                  first.next_k + (n * G + firsts) * c.near_width);
+      std::copy_n(c.recent.v + n * W * c.values, c.values, first.next_v + (n * G + firsts) * c.values);
+    }
+    if (n % c.kv_heads == 0) {
+      std::copy_n(shown + 1, W - 1, c.recent.next_visible + b * W);
+      c.recent.next_visible[b * W + W - 1] = 1;
+      for (int64_t i = 0; i < G; i++)
+        first.next_visible[b * G + i] = first.visible[b * G + i] || (to_first && i == firsts);
+    }
+    return leaves && !to_first;
+  }
+
+  static void shift(const T* from, T* to, int64_t n, int64_t count, int64_t width, const T* last) {
+    std::copy_n(from + (n * count + 1) * width, (count - 1) * width, to + n * count * width);
+    std::copy_n(last + n * width, width, to + (n * count + count - 1) * width);
+  }
+
+  // Add the keys inside the window to the sums of a query; the factor of those outside it.
+  double attend(int64_t n, int64_t g, T* each) {
+    const int64_t W = c.window, G = c.first_count, b = n / c.kv_heads;
+    const T* q = c.near_q + (n * c.groups + g) * c.near_width;
+    const Kept<T>& first = c.first_keys;
+    const uint8_t* shown = c.recent.visible + b * W;
+    const int64_t hidden = std::find(shown + 1, shown + W, 1) - (shown + 1);
+    int64_t firsts = 0;
+    for (int64_t i = 0; i < G; i++) firsts += first.visible[b * G + i];
+    firsts += G && shown[0] && firsts < G;
+    const T *keys = c.recent.next_k + (n * W + hidden) * c.near_width, *early = first.next_k;
+    const int64_t count = W - hidden + firsts;
+    T top = -std::numeric_limits<T>::infinity();
+    for (int64_t i = 0; i < count; i++) {
+      const T* k = i < firsts ? early + (n * G + i) * c.near_width : keys + (i - firsts) * c.near_width;
+      scores[i] = T(c.near_scale) * product_of(q, k, c.near_width);
+      top = scores[i] <= top ? top : scores[i];  // NaN stays
+    }
+    const double factor = c.factor ? double(c.factor[n % c.kv_heads * c.groups + g]) : 1;
+    unsure |= !std::isfinite(factor);
+    bool empty = factor == 0 || each[c.values] == 0;
+    for (int64_t e = 0; e < c.values && empty && factor != 0; e++) empty = each[e] == 0;
+    const T largest = empty ? top : std::max(top, T(0));
+    const T far = empty ? T(0) : T(std::exp(double(-largest)) * factor);
+    for (int64_t e = 0; e <= c.values; e++) each[e] *= far;
+    for (int64_t i = 0; i < count; i++) {
+      const T weight = std::exp(scores[i] - largest);
+      const T* v = i < firsts ? first.next_v + (n * G + i) * c.values
+                              : c.recent.next_v + (n * W + hidden + i - firsts) * c.values;
+      for (int64_t e = 0; e < c.values; e++) each[e] += weight * v[e];
+      each[c.values] += weight;
+    }
+    return far;
+  }
+
+  T dot(const T* a, const T* b) const { return product_of(a, b, c.rows); }
+
+  static T product_of(const T* a, const T* b, int64_t count) {
     constexpr int N = 2 * Lanes<T>::N;  // independent sums, which the compiler makes vectors
     T parts[N] = {}, rest = 0;
     int64_t r = 0;
-    for (; r + N <= c.rows; r += N)
+    for (; r + N <= count; r += N)
       for (int i = 0; i < N; i++) parts[i] += a[r + i] * b[r + i];
-    for (; r < c.rows; r++) rest += a[r] * b[r];
+    for (; r < count; r++) rest += a[r] * b[r];
     for (int i = 0; i < N; i++) rest += parts[i];
     return rest;
   }
 
-  void add_magnitudes(int64_t n, T kept) {
-    if (!c.powers) return;
+  void add_magnitudes(int64_t n, T kept, const T* key) {
+    if (!c.next_largest) return;
     T largest = c.largest[n];
     for (int64_t e = 0; e < c.values; e++) largest = std::max(largest, std::abs(c.v[n * c.values + e]));
     c.next_largest[n] = largest;
     std::fill_n(tops.get(), c.powers, 0.0);
     for (int64_t d = 0; d < c.width; d++) {
-      const T size = std::abs(mapped(c.k[n * c.width + d]));
+      const T size = key ? std::abs(mapped(key[d])) : T(0);
       T power = 1;
       for (int64_t i = 1; i < c.first; i++) power *= size;
       for (int64_t i = 0; i < c.powers; i++) {

@@ -1,7 +1,8 @@
-"""One token after a state in C++, for a CPU: the quotient of a finite series.
+"""One token after a state in C++, for a CPU: the quotient of a finite series, also with a window.
 
-In decoding, calling operations takes longer than computing them, so everything is one call. Specs
-with gates, norms, windows or other denominators take the general way, and so do sums that are not
+In decoding, calling operations takes longer than computing them, so everything is one call: the
+keys of the window move on, the one that leaves it enters the state, and both have one denominator.
+Specs with gates, norms or other denominators take the general way, and so do sums that are not
 clearly right, for example within their rounding errors.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +20,11 @@ from softmax_rnn.ops.decay import MIN_LOG_DECAY
 from softmax_rnn.ops.finish import SUM_GUARD
 from softmax_rnn.ops.forms.chunks.magnitudes import powers, roundings
 from softmax_rnn.ops.forms.cpu import cpp
+from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.monomials import cumulative_dimension, degrees, monomial_factors, row_weights
 from softmax_rnn.ops.spec import AttentionSpec
-from softmax_rnn.ops.state import State
+from softmax_rnn.ops.state import KeptKeys
+from softmax_rnn.ops.window import parts_of
 
 MAPS = {"identity": 0, "elu1": 1, "relu": 2}
 
@@ -36,6 +39,7 @@ class Token(NamedTuple):
         largest: the largest value up to it, [B, Hkv], beside magnitudes.
         largest_key: the largest number of the mapped keys.
         largest_value: that of the values.
+        recent: the keys of the window after it, if there is one; likewise ``first``.
     """
 
     out: Tensor
@@ -44,6 +48,16 @@ class Token(NamedTuple):
     largest: Tensor | None
     largest_key: float
     largest_value: float
+    recent: KeptKeys | None = None
+    first: KeptKeys | None = None
+
+
+# Pointers of kept keys: what they are, and those of the next state.
+_KEPT = ("k", "v", "outside_k", "visible")
+
+
+def _kept(name: str) -> tuple[str, ...]:
+    return tuple(f"{before}{name}_{each}" for before in ("", "next_") for each in _KEPT)
 
 
 class _TokenCall(ctypes.Structure):
@@ -51,7 +65,8 @@ class _TokenCall(ctypes.Structure):
 
     ``found`` are three numbers: whether a sum is unsure, the largest key and value. The magnitudes
     [heads, powers, width] begin with the power ``first``; there are none of a state without them.
-    ``roundings`` are the factors of each power in an upper bound of the noise.
+    ``roundings`` are the factors of each power in an upper bound of the noise. With a window, ``q``
+    and ``k`` are those outside it, and ``near_q`` and ``near_k`` those inside.
     """
 
     _fields_ = (
@@ -59,12 +74,16 @@ class _TokenCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("magnitudes", "largest", "roundings")),
         *((name, ctypes.c_void_p) for name in ("parents", "factors", "out", "next", "found")),
         *((name, ctypes.c_void_p) for name in ("next_magnitudes", "next_largest")),
+        *((name, ctypes.c_void_p) for name in ("near_q", "near_k", "factor")),
+        *((name, ctypes.c_void_p) for name in (*_kept("recent"), *_kept("first"))),
         *((name, ctypes.c_int64) for name in ("heads", "groups", "width", "values")),
         *((name, ctypes.c_int64) for name in ("monomials", "rows", "map", "first", "powers")),
-        ("threads", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("threads", "kv_heads", "window", "first_count")),
+        ("near_width", ctypes.c_int64),
         ("scale", ctypes.c_double),
         ("guard", ctypes.c_double),
         ("growth", ctypes.c_double),
+        ("near_scale", ctypes.c_double),
     )
 
 
@@ -73,30 +92,43 @@ class _Constants(NamedTuple):
     numbers: dict[str, float]
 
 
-def step(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, state: State, log_decay: Tensor | None
-) -> Token | None:
+def step(call: Call) -> Token | None:
     """The output for a token, or ``None`` if it is not certain.
 
     For the quotients of finite series that ``plan.py`` names.
     """
-    constants = _constants(spec, q.shape[3], q.dtype)
+    spec, q, k, v, state = call.spec, call.q, call.k, call.v, call.state
+    assert state is not None
+    near: dict[str, Any] = {}
+    if spec.window is not None:
+        near = {"near_q": q.contiguous(), "near_k": k.contiguous()}
+        q = q if call.outside_q is None else call.outside_q
+        k = k if call.outside_k is None else call.outside_k
+    constants = _constants(spec, q.shape[3], call.q.shape[3], q.dtype)
     given = {"q": q.contiguous(), "k": k.contiguous(), "v": v.contiguous()}
     given["state"] = state.sums.contiguous()
-    if log_decay is not None:
-        each = log_decay.double().clamp(MIN_LOG_DECAY, 0.0)
-        given["log_decay"] = each.reshape(-1) if log_decay.ndim > 1 else each.repeat(len(k))
+    if call.log_decay is not None:
+        each = call.log_decay.double().clamp(MIN_LOG_DECAY, 0.0)
+        each = each.reshape(-1) if call.log_decay.ndim > 1 else each.repeat(len(k))
+        given["log_decay"] = each
     found, out = q.new_empty(3, dtype=torch.float64), q.new_empty(*q.shape[:3], v.shape[3])
     written = {"out": out, "next": torch.empty_like(given["state"]), "found": found}
     for name, x in (("magnitudes", state.magnitudes), ("largest", state.largest)):
         if x is not None:
             given[name] = x.contiguous()
             written[f"next_{name}"] = torch.empty_like(given[name])
+    recent = first = None
+    if near:
+        if call.outside_scale is not None:
+            near["factor"] = call.outside_scale.to(q.dtype).contiguous()
+        recent = _moved("recent", state.recent, near)
+        first = _moved("first", state.first, near)
     cpp.run(
         "token",
         _TokenCall,
-        given | written | constants.tensors,
+        given | written | near | constants.tensors,
         heads=k.shape[0] * k.shape[1],
+        kv_heads=k.shape[1],
         groups=q.shape[1] // k.shape[1],
         width=q.shape[3],
         values=v.shape[3],
@@ -105,12 +137,34 @@ def step(
     )
     unsure, key, value = found.tolist()
     others = written.get("next_magnitudes"), written.get("next_largest")
-    return None if unsure else Token(out, written["next"], *others, key, value)
+    if unsure:
+        return None
+    return Token(out, written["next"], *others, key, value, recent, first)
+
+
+def _moved(name: str, kept: KeptKeys | None, tensors: dict[str, Any]) -> KeptKeys | None:
+    """The kept keys of the next state, to be written; ``tensors`` gets both."""
+    if kept is None:
+        return None
+    after: dict[str, Tensor] = {}
+    for field in _KEPT:
+        x = getattr(kept, field)
+        if x is not None:
+            tensors[f"{name}_{field}"] = x.contiguous()
+            after[field] = torch.empty_like(x, memory_format=torch.contiguous_format)
+            tensors[f"next_{name}_{field}"] = after[field]
+    return KeptKeys(**after)
 
 
 @functools.lru_cache(maxsize=64)
-def _constants(spec: AttentionSpec, width: int, dtype: torch.dtype) -> _Constants:
-    """What does not change between tokens."""
+def _constants(spec: AttentionSpec, width: int, near_width: int, dtype: torch.dtype) -> _Constants:
+    """What does not change between tokens.
+
+    ``width`` is that of the keys of the series, ``near_width`` that of those inside a window.
+    """
+    inside, series = (spec, spec) if spec.window is None else parts_of(spec, near_width, width)
+    near_scale, window, firsts = inside.score_scale(near_width), spec.window, spec.global_keys
+    spec = series
     weights = row_weights(spec, width, dtype)
     parents, factors = monomial_factors(width, degrees(spec)[1])
     tensors = {"parents": torch.from_numpy(parents), "factors": torch.from_numpy(factors)}
@@ -125,5 +179,9 @@ def _constants(spec: AttentionSpec, width: int, dtype: torch.dtype) -> _Constant
         "powers": len(counts),
         "scale": spec.score_scale(width),
         "guard": SUM_GUARD,
+        "window": window or 0,
+        "first_count": firsts,
+        "near_width": near_width if window else 0,
+        "near_scale": near_scale,
     }
     return _Constants(tensors, numbers)
