@@ -52,6 +52,14 @@ WHY: dict[tuple[str, int], str] = {
     (PAPER, 9): "it is worse than gate on every seed, but by 0.03 to 0.04 and not by more.",
     (PAPER, 11): "every one of the norms ends 0.04 to 0.05 behind softmax, and three seeds do not "
     "tell whether that is below 0.03.",
+    (SEQUEL, 1): "the second token brings 0.55 nats, but the third and fourth bring 0.07 and 0.02 "
+    "more, beyond the margin.",
+    (SEQUEL, 3): "D costs 0.08 nats; Z gains 0.04, about the margin; a time step changes nothing.",
+    (
+        SEQUEL,
+        4,
+    ): "with so few tokens the first power is ahead: the square ends 0.07 nats behind it, "
+    "and 0.02 behind softmax.",
     (OWN, 7): "with two channels the three seeds end at 0.73 to 0.93: scores of two numbers can "
     "separate 63 keys only if training places them well.",
     (OWN, 9): "at widths 2 and 4 the seeds differ by more than the margin; at 8 and 16 a decay "

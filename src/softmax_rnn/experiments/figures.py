@@ -50,8 +50,9 @@ class Experiment:
         kind: ``curves`` (loss against tokens, test above train), ``orders`` (final loss against
             the highest power), ``states`` (curves, and final loss against the size of the state),
             ``recall`` (accuracy against that size), ``gaps`` (test loss minus softmax's against
-            tokens, with power laws) or ``stability`` (final loss and loss spikes against the
-            learning rate; a run may diverge).
+            tokens, with power laws), ``steps`` (final test loss minus softmax's, a row for each
+            variant) or ``stability`` (final loss and loss spikes against the learning rate; a run
+            may diverge).
         large: whether the figure is drawn larger, as in the appendix.
         sweep: a setting and its values, as ``--sweep`` takes them, which are tried unless the
             setting is given.
@@ -61,7 +62,7 @@ class Experiment:
     name: str
     title: str
     panels: tuple[Panel, ...]
-    kind: Literal["curves", "orders", "states", "recall", "gaps", "stability"] = "curves"
+    kind: Literal["curves", "orders", "states", "recall", "gaps", "steps", "stability"] = "curves"
     large: bool = False
     sweep: str = ""
     by_family: bool = False
@@ -142,8 +143,9 @@ ATTENTIONS: dict[str, Own] = {
 }
 _WITHOUT_DECAY = ("softmax", *(name for name, own in ATTENTIONS.items() if "decay" not in own.spec))
 _WITH_DECAY = (
-    *("softmax", "linear_convolution2", "mamba2", "2mamba", "2mamba_e"),
+    "softmax",
     *(name for name, own in ATTENTIONS.items() if "decay" in own.spec),
+    *("2mamba", "2mamba_e", "mamba2"),
 )
 _WINDOWS = ("softmax", "window:16", "window:32", "window:48")
 _DENOMINATORS = (
@@ -253,6 +255,7 @@ FIGURES: dict[str, Experiment] = {
                 Panel(title, _SEARCHED, fields={"layer": layer} if layer else {})
                 for title, layer in _ADDITIONS.items()
             ),
+            kind="steps",
         ),
         Experiment(  # not in the paper: what its remarks on loss spikes need
             "stability",
@@ -274,8 +277,9 @@ FIGURES: dict[str, Experiment] = {
             "2Mamba, step by step",
             (
                 Panel("without a decay", _WITHOUT_DECAY),
-                Panel("with a decay", _WITH_DECAY),
+                Panel("with a decay and a convolution of two", _WITH_DECAY),
             ),
+            kind="steps",
         ),
         Experiment(  # not in the paper
             "tasks",

@@ -20,13 +20,14 @@ from softmax_rnn.report.outputs import report
 from softmax_rnn.report.recall import draw_recall
 from softmax_rnn.report.stability import draw_stability
 from softmax_rnn.report.states import draw_states
+from softmax_rnn.report.steps import draw_steps
 from softmax_rnn.report.sweep_figure import draw_sweep
 from softmax_rnn.report.sweeps import SweepRecord, read_sweep
 from softmax_rnn.report.table import by_variant, require_comparable
 from softmax_rnn.training.folder import RunFolder
 
 # How figures that are no curves are drawn, by kind: panel by panel, and all runs in one.
-_BY_PANEL = {"orders": draw_orders, "stability": draw_stability}
+_BY_PANEL = {"orders": draw_orders, "stability": draw_stability, "steps": draw_steps}
 _ONE_PANEL = {"states": draw_states, "gaps": draw_gaps, "recall": draw_recall}
 
 
