@@ -212,6 +212,17 @@ def test_packed_sequences_do_not_see_each_other() -> None:
         torch.testing.assert_close(found, torch.cat(parts, dim=1), rtol=1e-4, atol=1e-4)
 
 
+def test_bounds_of_packed_sequences_keep_the_familys_window() -> None:
+    positions = torch.cat((torch.arange(3), torch.arange(9)))[None]
+    bounds = torch.tensor([0, 3, 12]).int()
+    for family in ("Mistral", "Gemma3Text"):
+        model, ids = converted(family, "taylor:2"), IDS[:1]
+        alone = [model(part, use_cache=False).logits for part in ids.split([3, 9], dim=1)]
+        given = {"position_ids": positions, "cu_seq_lens_q": bounds, "use_cache": False}
+        found = model(ids, **given).logits
+        torch.testing.assert_close(found, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-4)
+
+
 def test_masks_of_callers() -> None:
     model, shown = converted("Llama", "norm"), torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
     torch.testing.assert_close(model(IDS, attention_mask=shown).logits, model(IDS).logits)

@@ -86,3 +86,19 @@ def test_what_is_no_rotation() -> None:
             unrotated(x, embeddings, rotation)
     with pytest.raises(ValueError, match=r"cannot have rotated 4 tokens of width 8"):
         unrotated(x[:, :, :4], angles("halves"), rotation)
+
+
+def test_angles_that_change_in_place() -> None:
+    """Positions of a token are kept for the next layer, but not after a change."""
+    turn = torch.rand(1, 1, 4).repeat(1, 1, 2)
+    angles, x, way = (turn.cos(), turn.sin()), torch.randn(1, 1, 1, 8), "first halves halves"
+    with torch.no_grad():
+        unrotated(x, angles, way)
+        angles[0].copy_((turn + 1).cos())
+        angles[1].copy_((turn + 1).sin())
+        found = unrotated(x, angles, way)
+        expected = unrotated(x, tuple(y.clone() for y in angles), way)
+    assert torch.equal(found, expected)
+    with torch.inference_mode():
+        unrotated(x, angles, way)
+    unrotated(x.clone().requires_grad_(), angles, way).sum().backward()

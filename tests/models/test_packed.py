@@ -77,6 +77,8 @@ def test_which_masks_show_segments() -> None:
         packed.tril()[..., 1:],  # more queries than keys
         packed.tril() & packed.triu(-1),  # a window as well
         packed.tril() & (torch.arange(5) != 3),  # a hidden key
+        # every other token: no runs
+        (torch.arange(5)[:, None] % 2 == torch.arange(5) % 2).tril()[None, None],
     ):
         assert segments_shown(mask, 5, True, {}) is None
 
@@ -98,3 +100,17 @@ def test_a_layer_takes_segments() -> None:
         layer(x, segments=ids, return_state=True)
     with pytest.raises(ValueError, match=r"segments must be \[B or 1, S\]"):
         layer(x, segments=ids[0])
+
+
+def test_bounds_that_contradict_a_cache_or_a_mask_are_errors() -> None:
+    model = build("taylor:2")
+    with pytest.raises(ValueError, match="which have no cache: give use_cache=False"):
+        model(IDS, position_ids=POSITIONS, cu_seq_lens_q=BOUNDS, use_cache=True)
+    shown = torch.ones_like(IDS)
+    shown[0, 0] = 0
+    with pytest.raises(ValueError, match="tell of different sequences"):
+        model(IDS, attention_mask=shown, cu_seq_lens_q=BOUNDS, use_cache=False)
+    one = torch.tensor([0, IDS.shape[1]]).int()  # a single sequence may have both
+    expected = model(IDS, attention_mask=shown).logits
+    found = model(IDS, attention_mask=shown, cu_seq_lens_q=one, use_cache=True).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -220,6 +220,52 @@ def test_a_window_that_is_not_certain_takes_the_general_way(
 
 
 @needs_library
+def test_kept_keys_of_a_narrower_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt in bfloat16, before a token in float32: C++ reads one type."""
+    spec = sr.AttentionSpec(series="taylor", order=2, window=8, global_keys=1, outside="series")
+    x = normal(torch.Generator().manual_seed(0), 1, 2, 13, 16, dtype=torch.float32)
+    early, one = x[:, :, :12].bfloat16(), x[:, :, 12:]
+    _, state = sr.attention(early, early, early, spec, return_state=True)
+    options: dict[str, Any] = {"state": state, "return_state": True}
+    found, after = sr.attention(one, one, one, spec, **options)
+    expected, wanted = general(monkeypatch, one, one, one, spec, **options)
+    torch.testing.assert_close(found, expected)
+    for name, tensor in after.tensors.items():
+        torch.testing.assert_close(tensor, wanted.tensors[name], check_dtype=False)
+
+
+@pytest.mark.parametrize("name", ["outside_scale", "outside_q", "outside_k", "recent"])
+def test_gradients_of_what_only_a_window_has(name: str) -> None:
+    spec = sr.AttentionSpec(series="power", order=1, window=3, outside="series")
+    x = normal(torch.Generator().manual_seed(0), 1, 2, 9, 4)
+    early, one = x[:, :, :8], x[:, :, 8:]
+    extras = {"outside_q": x.abs(), "outside_k": x.abs()}
+    values = early.clone()
+    if name == "recent":  # the last three alone are inside the window
+        values = torch.cat((values[:, :, :5], values[:, :, 5:].requires_grad_()), dim=2)
+    before = {key: y[:, :, :8] for key, y in extras.items()}
+    _, state = sr.attention(early, early, values, spec, return_state=True, **before)
+    given = {key: y[:, :, 8:].clone() for key, y in extras.items()}
+    given["outside_scale"] = torch.ones(2, dtype=x.dtype)
+    if name in given:
+        given[name].requires_grad_()
+    out, _ = sr.attention(one, one, one, spec, state=state, return_state=True, **given)
+    assert out.requires_grad
+
+
+def test_a_negative_factor_is_an_error() -> None:
+    spec = sr.variant("window_taylor:2")
+    x = torch.randn(1, 2, 90, 4)
+    scale = torch.tensor([1.0, -0.5])
+    _, state = sr.attention(x, x, x, spec, return_state=True)
+    one = x[:, :, :1]
+    with pytest.raises(ValueError, match=r"outside_scale must be 0 or more; the smallest is -0.5"):
+        sr.attention(x, x, x, spec, outside_scale=scale)
+    with pytest.raises(ValueError, match="outside_scale must be 0 or more"):
+        sr.attention(one, one, one, spec, outside_scale=scale, state=state, return_state=True)
+
+
+@needs_library
 def test_a_sum_that_cancels_takes_the_general_way(monkeypatch: pytest.MonkeyPatch) -> None:
     draw, spec = torch.Generator().manual_seed(0), sr.AttentionSpec(series="power", order=1)
     k, v = (normal(draw, 1, 1, 31, 2, dtype=torch.float32) for _ in range(2))

@@ -197,3 +197,21 @@ def test_invalid_inputs_are_told_as_ever() -> None:
         sr.attention(X, X[0], X, "softmax", segments=ids)
     with pytest.raises(ValueError, match="mask .* cannot be broadcast"):
         sr.attention(X, X, X, "softmax", mask=torch.ones(2, 1, 1, 4).bool(), segments=ids)
+
+
+def test_a_short_segment_among_longer_ones_overflows_no_sooner() -> None:
+    q, k, v = torch.randn(3, 1, 2, 6, 4, generator=torch.Generator().manual_seed(0)).unbind(0)
+    v[:, :, 5] = 1e38
+    ids = torch.tensor([[0, 0, 0, 0, 0, 1]])
+    found = sr.attention(q, k, v, "taylor:2", segments=ids)[:, :, 5:]
+    alone = sr.attention(q[:, :, 5:], k[:, :, 5:], v[:, :, 5:], "taylor:2")
+    torch.testing.assert_close(found, alone)
+
+
+def test_inference_leaves_nothing_that_training_cannot_use() -> None:
+    x, ids = torch.randn(1, 2, 6, 4), torch.tensor([[3, 3, 4, 4, 4, 4]])
+    with torch.inference_mode():
+        sr.attention(x, x, x, "softmax", segments=ids)
+    q = x.clone().requires_grad_()
+    sr.attention(q, x, x, "softmax", segments=ids).sum().backward()
+    assert q.grad is not None

@@ -350,9 +350,8 @@ def attend(
         )
     causal = record.causal if is_causal is None else bool(is_causal)
     inputs = kwargs[INPUTS]
-    segments = None
-    if inputs.cache is None and query.shape[2] == key.shape[2]:
-        segments = segments_shown(attention_mask, key.shape[2], causal, kwargs)
+    cached = inputs.cache is not None
+    segments = segments_shown(attention_mask, query.shape[2], causal, kwargs, cached)
     return layer(query, key, value, attention_mask, inputs, causal, s_aux, segments), None
 
 

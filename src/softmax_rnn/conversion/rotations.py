@@ -75,7 +75,8 @@ def _inverse(
     """
     global _last
     about = (way, width, tokens, *kind)
-    one = tokens == 1 and not torch.compiler.is_compiling()
+    one = tokens == 1 and _is_constant(embeddings)
+    about = (*about, *(x._version for x in embeddings)) if one else about
     if one and _last is not None and _last[0] is embeddings and _last[1] == about:
         return _last[2]
     cos, sin = _cosines_and_sines(embeddings)
@@ -108,9 +109,17 @@ def _inverse(
             torch.arange(before + turning, width, device=cos.device),
         )
     )
-    if one:
+    if one:  # the tensors themselves, so that no others take their places
         _last = embeddings, about, (own, other, places)
     return own, other, places
+
+
+def _is_constant(embeddings: Any) -> bool:
+    """Whether changes of these numbers would be noticed, and none needs a gradient."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    plain = isinstance(embeddings, tuple)
+    return plain and all(type(x) is Tensor and not x.is_inference() for x in embeddings)
 
 
 def _cosines_and_sines(embeddings: Any) -> tuple[Tensor, Tensor]:

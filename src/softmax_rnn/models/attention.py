@@ -56,29 +56,29 @@ class LlamaAttention(Attention):
             ValueError: for a mask or cache that this attention cannot use; see :meth:`_extend`.
         """
         mask = None if attention_mask is None else _visible(attention_mask)
-        if past_key_values is None:
-            ids = segments_shown(mask, hidden_states.shape[1], True, options)
-            if ids is not None:
-                tokens = hidden_states, position_embeddings, position_ids
-                return self._each_segment(segments_of(ids, len(hidden_states)), *tokens), None
-        cached = None
+        cached = past_key_values is not None
+        ids = segments_shown(mask, hidden_states.shape[1], True, options, cached)
+        if ids is not None:
+            tokens = hidden_states, position_embeddings, position_ids
+            return self._each_segment(segments_of(ids, len(hidden_states)), *tokens), None
+        recurrent = None
         if isinstance(past_key_values, RecurrentCache):
-            cached = past_key_values.layer(self.layer_idx)
-        state = None if cached is None else cached.state
+            recurrent = past_key_values.layer(self.layer_idx)
+        state = None if recurrent is None else recurrent.state
         projected = self.project(
             hidden_states, position_embeddings, positions=position_ids, mask=mask, state=state
         )
-        if past_key_values is not None and cached is None:
+        if past_key_values is not None and recurrent is None:
             projected = self._extend(projected, past_key_values)
         options = {"mask": mask}
         if mask is not None:
             options["causal"] = self._is_causal(mask, projected, past_key_values)
             require_first_keys(self.spec, mask)
-        if cached is None:
+        if recurrent is None:
             out = self.attend(hidden_states, projected, **options)
         else:
             options |= {"state": state, "return_state": True}
-            out, cached.state = self.attend(hidden_states, projected, **options)
+            out, recurrent.state = self.attend(hidden_states, projected, **options)
         return self.merge(out), None
 
     def _each_segment(

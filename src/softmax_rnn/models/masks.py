@@ -78,7 +78,11 @@ def full_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def segments_shown(
-    mask: Tensor | None, tokens: int, causal: bool, options: Mapping[str, Any]
+    mask: Tensor | None,
+    tokens: int,
+    causal: bool,
+    options: Mapping[str, Any],
+    cached: bool = False,
 ) -> Tensor | None:
     """The segments [B or 1, T] of packed sequences; ``None`` if there are none.
 
@@ -90,21 +94,42 @@ def segments_shown(
         tokens: T.
         causal: whether a token sees no later one.
         options: further arguments of an attention module, such as ``cu_seq_lens_q``.
+        cached: whether a cache is given, which packed sequences cannot have.
 
     Raises:
-        ValueError: for lengths that are not those of the tokens.
+        ValueError: for ``cu_seq_lens_q`` of other tokens, beside a cache, or beside a mask that
+            tells something else.
     """
     bounds = options.get("cu_seq_lens_q")
-    if bounds is not None:
-        if int(bounds[-1]) != tokens:
-            raise ValueError(
-                f"cu_seq_lens_q ends at {int(bounds[-1])}, but there are {tokens} tokens."
-            )
-        places = torch.arange(tokens, device=bounds.device)
-        return torch.searchsorted(bounds, places.to(bounds.dtype), right=True)[None]
-    if mask is None or mask.shape[1:] != (1, tokens, tokens) or torch.compiler.is_compiling():
+    if bounds is not None and len(bounds) > 2:
+        return _of_bounds(bounds, mask, tokens, cached)
+    if cached or mask is None or mask.shape[1:] != (1, tokens, tokens):
+        return None
+    if tokens == 1 or torch.compiler.is_compiling():
         return None
     first = mask[:, 0].to(torch.uint8).argmax(dim=-1)  # the first key that a query sees
-    packed = first.unsqueeze(2) == first.unsqueeze(1)
-    packed = packed.tril() if causal else packed
-    return first if tokens > 1 and torch.equal(packed, mask[:, 0]) else None
+    same = first.unsqueeze(2) == first.unsqueeze(1)
+    packed = torch.equal(same.tril() if causal else same, mask[:, 0])
+    return first if packed and bool((first.diff(dim=1) >= 0).all()) else None
+
+
+def _of_bounds(bounds: Tensor, mask: Tensor | None, tokens: int, cached: bool) -> Tensor | None:
+    """The segments between FlashAttention's bounds; ``None`` if a full mask hides the others."""
+    if int(bounds[-1]) != tokens or cached:
+        raise ValueError(
+            f"cu_seq_lens_q ends at {int(bounds[-1])}, but there are {tokens} tokens."
+            if int(bounds[-1]) != tokens
+            else "cu_seq_lens_q tells of several sequences in a row, which have no cache: give "
+            "use_cache=False."
+        )
+    places = torch.arange(tokens, device=bounds.device)
+    ids = torch.searchsorted(bounds, places.to(bounds.dtype), right=True)[None]
+    if mask is None:
+        return ids
+    other = ids.unsqueeze(2) != ids.unsqueeze(1)
+    if mask.shape[-2] == 1 or bool((mask[:, 0] & other).any()):
+        raise ValueError(
+            "cu_seq_lens_q and the attention mask tell of different sequences: give no mask of "
+            "padding, and position_ids that begin again with each sequence."
+        )
+    return segments_shown(mask, tokens, True, {})

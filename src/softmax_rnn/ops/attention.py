@@ -118,9 +118,9 @@ def attention(
             windows need ``causal``.
         coefficients: [H, N + 1], of a ``polynomial`` without coefficients of its own.
         sink: [H], for the denominator ``sum_plus_sink``.
-        outside_scale: [H], the factor of the weights outside the window (``outside="series"``);
-            ones if not given. Infinity ignores the keys inside the window wherever a key is
-            outside.
+        outside_scale: [H], >= 0, the factor of the weights outside the window
+            (``outside="series"``); ones if not given. Infinity ignores the keys inside the window
+            wherever a key is outside.
         outside_q: [B, H, T, F], the queries of the series outside the window
             (``outside="series"``), before the spec's feature map; ``q`` if not given.
         outside_k: [B, Hkv, S, F], its keys; ``k`` if not given. The score scale ``"1/sqrt(d)"``

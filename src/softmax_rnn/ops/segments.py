@@ -129,10 +129,12 @@ def segments_of(ids: Tensor, rows: int) -> Segments:
     global _last
     if _last is not None:
         known, count, found = _last
-        if count == rows and known.device == ids.device and torch.equal(known, ids):
+        alike = count == rows and known.device == ids.device and known.dtype == ids.dtype
+        if alike and torch.equal(known, ids):
             return found
-    found = Segments(ids, rows)
-    _last = ids.clone(), rows, found
+    with torch.inference_mode(False):  # a later call may need gradients
+        found = Segments(ids, rows)
+        _last = ids.clone(), rows, found
     return found
 
 
@@ -164,6 +166,11 @@ def calls_of(call: Call, segments: Segments) -> list[Call]:
     divided = {
         name: segments.split(x, 2) for name, x in given.items() if x is not None and x.ndim > 2
     }
+    # What is repeated after a segment's end is 0 here: sums over it might overflow.
+    ends = [None if real is None else ~real[:, None, :, None] for _, real in segments.batches]
+    for name in {"k", "v", "outside_k"} & divided.keys():
+        parts = zip(divided[name], ends, strict=True)
+        divided[name] = [x if end is None else x.masked_fill(end, 0.0) for x, end in parts]
     divided["mask"] = segments.split_mask(call.mask, call.causal)
     places = range(len(segments.batches))
     each = ({name: parts[place] for name, parts in divided.items()} for place in places)

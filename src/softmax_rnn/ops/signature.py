@@ -122,7 +122,7 @@ def signature_of(call: Call, form: str, part: bool, threads: int, numbers: Numbe
     grad = torch.is_grad_enabled()
     trained = grad and (q.requires_grad or k.requires_grad or v.requires_grad)
     before = getattr(state, "sums", None)
-    needs = trained or (grad and any(getattr(x, "requires_grad", False) for x in (decay, before)))
+    needs = trained or (grad and _trained(decay, before, *_of_window(call)))
     of_q, of_k, of_v, mask = q.shape, k.shape, v.shape, _checked(call.mask)
     others = tuple([x if x is None else _checked(x) for x in _others(call)])
     if of_q[2:3] == _SINGLE and _decodes(call, numbers):
@@ -153,6 +153,20 @@ def signature_of(call: Call, form: str, part: bool, threads: int, numbers: Numbe
         threads,
         numbers,
     )
+
+
+def _trained(*tensors: object) -> bool:
+    """Whether any of them needs a gradient."""
+    return any(getattr(x, "requires_grad", False) for x in tensors)
+
+
+def _of_window(call: Call) -> tuple[Any, ...]:
+    """The tensors of a call that only an attention with a window and a series has."""
+    if call.spec.outside != "series":
+        return ()
+    kept = getattr(call.state, "recent", None), getattr(call.state, "first", None)
+    keys = (x for each in kept if isinstance(each, KeptKeys) for x in each)
+    return (call.outside_scale, call.outside_q, call.outside_k, *keys)
 
 
 _SINGLE = (1,)

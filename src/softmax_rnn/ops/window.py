@@ -17,7 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
-from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, first_positions, first_visible
+from softmax_rnn.ops.forms.row_sums import (
+    RowSums,
+    compute_dtype,
+    first_positions,
+    first_visible,
+    no_data,
+)
 from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.padding import hidden_first, taken
 from softmax_rnn.ops.spec import AttentionSpec
@@ -91,6 +97,11 @@ def window_and_series(
     factor, alone = faded, None
     if call.outside_scale is not None:
         scale = call.outside_scale.to(compute_dtype(q.dtype)).unsqueeze(-1)
+        if not no_data(scale) and (scale < 0).any():
+            raise ValueError(
+                "outside_scale must be 0 or more; the smallest is "
+                f"{float(scale.detach().min()):.3g}."
+            )
         alone = scale.isinf()
         scale = scale.masked_fill(alone, 1.0)
         factor = scale if factor is None else scale * factor

@@ -172,7 +172,7 @@ template <class T> struct Head {
       top = scores[i] <= top ? top : scores[i];  // NaN stays
     }
     const double factor = c.factor ? double(c.factor[n % c.kv_heads * c.groups + g]) : 1;
-    unsure |= !std::isfinite(factor);
+    unsure |= !(factor >= 0 && std::isfinite(factor));
     bool empty = factor == 0 || each[c.values] == 0;
     for (int64_t e = 0; e < c.values && empty && factor != 0; e++) empty = each[e] == 0;
     const T largest = empty ? top : std::max(top, T(0));

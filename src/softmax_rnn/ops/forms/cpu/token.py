@@ -121,8 +121,8 @@ def step(call: Call) -> Token | None:
     if near:
         if call.outside_scale is not None:
             near["factor"] = call.outside_scale.to(q.dtype).contiguous()
-        recent = _moved("recent", state.recent, near)
-        first = _moved("first", state.first, near)
+        recent = _moved("recent", state.recent, near, q.dtype)
+        first = _moved("first", state.first, near, q.dtype)
     cpp.run(
         "token",
         _TokenCall,
@@ -142,7 +142,9 @@ def step(call: Call) -> Token | None:
     return Token(out, written["next"], *others, key, value, recent, first)
 
 
-def _moved(name: str, kept: KeptKeys | None, tensors: dict[str, Any]) -> KeptKeys | None:
+def _moved(
+    name: str, kept: KeptKeys | None, tensors: dict[str, Any], dtype: torch.dtype
+) -> KeptKeys | None:
     """The kept keys of the next state, to be written; ``tensors`` gets both."""
     if kept is None:
         return None
@@ -150,8 +152,10 @@ def _moved(name: str, kept: KeptKeys | None, tensors: dict[str, Any]) -> KeptKey
     for field in _KEPT:
         x = getattr(kept, field)
         if x is not None:
-            tensors[f"{name}_{field}"] = x.contiguous()
-            after[field] = torch.empty_like(x, memory_format=torch.contiguous_format)
+            # Keys of autocast's type may meet a token of a wider one.
+            x = x.contiguous() if field == "visible" else x.to(dtype).contiguous()
+            tensors[f"{name}_{field}"] = x
+            after[field] = torch.empty_like(x)
             tensors[f"next_{name}_{field}"] = after[field]
     return KeptKeys(**after)
 
