@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -232,6 +233,33 @@ def test_kept_keys_of_a_narrower_type(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found, expected)
     for name, tensor in after.tensors.items():
         torch.testing.assert_close(tensor, wanted.tensors[name], check_dtype=False)
+
+
+@pytest.mark.parametrize("part", ["recent", "first"])
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("k", lambda x: x[:, :1]),
+        ("k", lambda x: x[:, :, :0]),
+        ("v", lambda x: x[..., :2]),
+        ("v", lambda x: x[:, :1]),
+        ("k", lambda x: x[..., :1]),
+        ("visible", lambda x: x[:0]),
+        ("visible", lambda x: x.long()),
+        ("visible", lambda x: x.to("meta")),
+        ("v", lambda x: None),
+    ],
+)
+def test_damaged_keys_of_a_state_are_named(part: str, field: str, change: Any) -> None:
+    spec = sr.AttentionSpec(series="power", order=1, window=3, global_keys=2, outside="series")
+    x = torch.randn(1, 2, 9, 4)
+    _, state = sr.attention(x, x, x, spec, return_state=True)
+    kept = getattr(state, part)
+    damaged = kept._replace(**{field: change(getattr(kept, field))})
+    state = dataclasses.replace(state, **{part: damaged})
+    one = x[:, :, :1]
+    with pytest.raises(ValueError, match=rf"state('s {part}\.{field}| must hold)"):
+        sr.attention(one, one, one, spec, state=state, return_state=True)
 
 
 @pytest.mark.parametrize("name", ["outside_scale", "outside_q", "outside_k", "recent"])

@@ -239,6 +239,9 @@ def check_state(
         found = 0 if kept is None else kept.k.shape[2]
         if found != count:
             raise ValueError(f"The state must hold {count} {name} keys, not {found}.")
+        if isinstance(kept, KeptKeys):
+            sizes = {"k": k.shape[3], "v": v.shape[3]}
+            _check_kept(name, kept, (*k.shape[:2], count), sizes, k.device)
     if state.recent is not None:
         widths = [
             [None if x is None else x.shape[3] for x in keys]
@@ -255,6 +258,29 @@ def check_state(
             f"The state must be {dtype} on {k.device} for {k.dtype} inputs on {k.device}, "
             f"not {state.sums.dtype} on {state.sums.device}."
         )
+
+
+def _check_kept(
+    name: str, kept: KeptKeys, heads: tuple[int, ...], widths: dict[str, int], device: torch.device
+) -> None:
+    """Raise ``ValueError`` unless kept keys [B, Hkv, N] have one shape: C++ reads their memory."""
+    for field, x in kept._asdict().items():
+        if x is None and field in ("log_decay", "outside_k"):
+            continue
+        shape = (heads[0], heads[2]) if field == "visible" else heads
+        shape += (widths[field],) if field in widths else ()
+        found = list(x.shape) if isinstance(x, Tensor) else None
+        right = found is not None and found[: len(shape)] == list(shape) and x.device == device
+        if field == "visible" or field in widths:
+            right = right and x.ndim == len(shape)
+        boolean = getattr(x, "dtype", None) == torch.bool
+        if not right or boolean != (field == "visible") or x.is_complex():
+            given = repr(x) if found is None else f"{found} of {x.dtype} on {x.device}"
+            kind = "booleans" if field == "visible" else "real numbers"
+            raise ValueError(
+                f"The state's {name}.{field} must begin with {list(shape)} and hold {kind} on "
+                f"{device}, not {given}."
+            )
 
 
 def largest_values(v: Tensor, mask: Tensor | None, state: State | None) -> Tensor:
