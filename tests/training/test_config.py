@@ -71,7 +71,7 @@ def test_clipping_is_the_papers_unless_given() -> None:
             "warmup_steps=900 must be less than the",
         ),
         ({"precision": "fp8"}, "Unknown precision 'fp8'. Did you mean 'fp32'"),
-        ({"packing": "rows"}, "Unknown packing 'rows'. Allowed: blocks, doc"),
+        ({"packing": "rows"}, "Unknown packing 'rows'. Allowed: blocks, seg"),
         ({"max_tokens": 0}, "max_tokens must be greater than or equal to 1, not 0"),
         (
             {"max_tokens": 2**53},
