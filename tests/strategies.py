@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
+from hypothesis import reject
 from hypothesis import strategies as st
+from torch import Tensor
 
 from cases import LAYOUTS
 from softmax_rnn.ops.spec import AttentionSpec
@@ -70,3 +73,15 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
     )
     safe = spec.sign_definite or denominator in ("clamped_sum", "length", "learned_length", "none")
     return spec if safe else dataclasses.replace(spec, floor=0.5, denominator="sum")
+
+
+def comparable(compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The results of a case; it is rejected if nothing can be compared with them."""
+    try:
+        expected = compute()
+    except OverflowError:  # of an exponential without a denominator
+        reject()
+    largest = max(float(x.detach().abs().max()) for x in expected.values())
+    if not 1e-12 < largest < 1e100:  # all cancels, or squares overflow
+        reject()
+    return expected

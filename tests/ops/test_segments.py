@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, reject
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from cases import (
 )
 from softmax_rnn.ops.segments import Segments
 from softmax_rnn.ops.spec import AttentionSpec
-from strategies import specs, widths
+from strategies import comparable, specs, widths
 
 TOKENS = 61
 CUTS = [[3, 4, 30], [20, 55]]  # of two rows: one token, a few, more than a window
@@ -111,13 +111,7 @@ def test_any_spec_and_any_segments(
     case = make_case(spec, causal=causal or spec.causal_only, mask=mask, shape=shape, seed=seed)
     rows = [sorted({cut for cut in row if cut < tokens}) for row in cuts]
     options = {"padding": True} if padding and mask in ("none", "padding") else {}
-    try:
-        expected = case.in_units(case.run(one_by_one(rows), **options))
-    except OverflowError:  # of an exponential without a denominator
-        reject()
-    largest = max(float(x.detach().abs().max()) for x in expected.values())
-    if not 1e-12 < largest < 1e100:  # all cancels, or squares overflow
-        reject()
+    expected = comparable(lambda: case.in_units(case.run(one_by_one(rows), **options)))
     found = case.run(sr.attention, segments=ids_of(rows, tokens), **options)
     assert_close(case.in_units(found), expected, 1e-8)
 

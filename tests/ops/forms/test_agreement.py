@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, reject
+from hypothesis import given
 from hypothesis import strategies as st
 
 import softmax_rnn as sr
@@ -23,7 +23,7 @@ from cases import (
 )
 from softmax_rnn.ops.plan import FORMS
 from softmax_rnn.ops.spec import AttentionSpec
-from strategies import layouts, specs, widths
+from strategies import comparable, layouts, specs, widths
 
 TOLERANCE = {
     torch.float64: 1e-10,
@@ -269,13 +269,7 @@ def test_any_spec(
         spec, causal=causal, mask=mask, shape=shape, seed=seed, inputs=inputs, decay=decay
     )
     case = dataclasses.replace(case, layouts=layout)
-    try:
-        expected = case.in_units(case.run(sr.attention, form="dense"))
-    except OverflowError:  # of an exponential without a denominator
-        reject()
-    largest = max(float(x.detach().abs().max()) for x in expected.values())
-    if not 1e-12 < largest < 1e100:  # all cancels, or squares overflow
-        reject()
+    expected = comparable(lambda: case.in_units(case.run(sr.attention, form="dense")))
     tolerance = 1e-8 if inputs == "normal" else 1e-4  # where sums cancel, little is left of them
     for form in case.forms:
         if form == "recurrent" and queries > 140:  # chunks of one token, and slow for so many
