@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -151,13 +151,8 @@ VARIANTS = tuple(name for name in sr.variants() if not sr.layer_options(name).be
 
 
 def with_directions(names: Iterable[str]) -> list[tuple[str, bool]]:
-    """Each name with ``causal`` True and, if its spec has both, False."""
-    return [
-        (name, causal)
-        for name in names
-        for causal in (True, False)
-        if causal or name not in sr.variants() or not sr.variant(name).causal_only
-    ]
+    """Each name with ``causal`` True and False."""
+    return [(name, causal) for name in names for causal in (True, False)]
 
 
 @dataclass(frozen=True)
@@ -235,12 +230,16 @@ def make_case(
     decay: float = 0.1,
     gate_per_channel: bool = False,
     inputs: str = "normal",
+    backward: bool = False,
 ) -> Case:
     """Random inputs; ``spread`` scales queries and keys, ``decay`` the log decays.
 
-    ``inputs`` names a change of them, one of ``INPUTS``.
+    ``inputs`` names a change of them, one of ``INPUTS``. If it is not ``causal``, the spec of a
+    decay or a window gets as many queries as keys, and with ``backward`` decays of later keys.
     """
     generator = torch.Generator().manual_seed(seed)
+    if not causal and spec.positional:
+        shape = replace(shape, queries=shape.keys)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, dtype=torch.float64)
@@ -261,6 +260,8 @@ def make_case(
     decays = {"head": (g,), "token": (b, g, s), "channel": (b, g, s, shape.width)}
     if spec.decay != "none":
         tensors["log_decay"] = -decay * normal(*decays[spec.decay]).exp()
+        if backward and not causal:
+            tensors["backward_log_decay"] = -decay * normal(*decays[spec.decay]).exp()
     if spec.learned_coefficients:
         assert spec.order is not None
         tensors["coefficients"] = (0.5 * normal(h, spec.order + 1)).exp()

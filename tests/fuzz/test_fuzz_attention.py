@@ -52,7 +52,7 @@ class Drawn:
         """Inputs that the type holds exactly."""
         case = make_case(
             self.spec,
-            causal=self.causal or self.spec.causal_only,
+            causal=self.causal or self.spec.positional,
             mask=self.mask,
             shape=self.shape,
             seed=self.seed,

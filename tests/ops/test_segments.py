@@ -27,7 +27,8 @@ from strategies import comparable, specs, widths
 TOKENS = 61
 CUTS = [[3, 4, 30], [20, 55]]  # of two rows: one token, a few, more than a window
 ROWS = Shape(queries=TOKENS, keys=TOKENS)
-OF_TOKENS = ("input_gate", "output_gate", "log_decay", "outside_q", "outside_k")
+DECAYS = "log_decay", "backward_log_decay"
+OF_TOKENS = ("input_gate", "output_gate", *DECAYS, "outside_q", "outside_k")
 
 
 def ids_of(cuts: Sequence[Sequence[int]], tokens: int = TOKENS) -> Tensor:
@@ -70,9 +71,9 @@ SPECS = {**{name: sr.variant(name) for name in VARIANTS}, **WIDENED}
 @pytest.mark.parametrize("name", SPECS)
 def test_each_is_what_it_is_alone(name: str) -> None:
     spec = SPECS[name]
-    for causal in (True,) if spec.causal_only else (True, False):
+    for causal in (True, False):
         for mask in MASKS:
-            case = make_case(spec, causal=causal, mask=mask, shape=ROWS)
+            case = make_case(spec, causal=causal, mask=mask, shape=ROWS, backward=True)
             expected = case.run(one_by_one(CUTS))
             found = case.run(sr.attention, segments=ids_of(CUTS))
             assert_close(case.in_units(found), case.in_units(expected), 1e-10, f"{causal} {mask}")
@@ -90,6 +91,7 @@ def test_every_form(name: str) -> None:
 @given(
     spec=specs(),
     causal=st.booleans(),
+    backward=st.booleans(),
     mask=st.sampled_from(MASKS),
     padding=st.booleans(),
     tokens=st.integers(1, 150),
@@ -100,6 +102,7 @@ def test_every_form(name: str) -> None:
 def test_any_spec_and_any_segments(
     spec: AttentionSpec,
     causal: bool,
+    backward: bool,
     mask: str,
     padding: bool,
     tokens: int,
@@ -108,7 +111,7 @@ def test_any_spec_and_any_segments(
     seed: int,
 ) -> None:
     shape = Shape(2, 2, 1, tokens, tokens, *widths)
-    case = make_case(spec, causal=causal or spec.causal_only, mask=mask, shape=shape, seed=seed)
+    case = make_case(spec, causal=causal, mask=mask, shape=shape, seed=seed, backward=backward)
     rows = [sorted({cut for cut in row if cut < tokens}) for row in cuts]
     options = {"padding": True} if padding and mask in ("none", "padding") else {}
     expected = comparable(lambda: case.in_units(case.run(one_by_one(rows), **options)))

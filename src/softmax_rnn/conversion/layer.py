@@ -233,7 +233,7 @@ class ConvertedLayer(AttentionCore):
     ) -> tuple[Tensor | None, bool]:
         """The mask for the keys at hand, and whether the operation has to hide later ones."""
         keys = key.shape[2]
-        if self.spec.causal_only and cache is not None and not isinstance(cache, StateLayer):
+        if self.spec.positional and cache is not None and not isinstance(cache, StateLayer):
             seen = cache.get_seq_length()
             if not isinstance(seen, int) or seen < keys:
                 raise ValueError(
@@ -262,7 +262,7 @@ class ConvertedLayer(AttentionCore):
             return None, False
         if mask.stride()[2] == 0:
             return mask[:, :, :1], False
-        return mask, self.spec.causal_only
+        return mask, self.spec.positional
 
     def _mapped(
         self,

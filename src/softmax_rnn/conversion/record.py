@@ -95,7 +95,7 @@ class ConvertedAttention:
                 f"{self.module} has attention sinks, part of a row sum: the denominator must be "
                 f"'sum' or 'sum_plus_sink', not {spec.denominator!r}."
             )
-        if not self.causal and spec.causal_only:
+        if not self.causal and spec.positional:
             raise ValueError(
                 f"{self.module} sees later tokens, too; a decay or a window needs causal "
                 f"attention, but the spec has decay={spec.decay!r} and window={spec.window!r}."

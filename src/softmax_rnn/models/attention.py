@@ -133,7 +133,7 @@ class LlamaAttention(Attention):
         Raises:
             ValueError: with a decay or window, if the queries are not the last keys.
         """
-        if mask.shape[-2] == 1 or not self.spec.causal_only:
+        if mask.shape[-2] == 1 or not self.spec.positional:
             return mask.shape[-2] == 1
         keys = projected.k.shape[2]
         if cache is not None and int(cache.get_seq_length(self.layer_idx)) != keys:

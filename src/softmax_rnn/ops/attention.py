@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, library
 
 from softmax_rnn.ops.decay import per_key_decay
+from softmax_rnn.ops.directions import both_directions
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.finish import outputs
 from softmax_rnn.ops.finite import all_finite, check_output, check_sums, scaled_for_powers
@@ -35,6 +36,7 @@ class _Options(TypedDict, total=False):
     output_gate: Tensor | None
     length_power: Tensor | None
     log_decay: Tensor | None
+    backward_log_decay: Tensor | None
     coefficients: Tensor | None
     sink: Tensor | None
     outside_scale: Tensor | None
@@ -77,6 +79,7 @@ def attention(
     output_gate: Tensor | None = None,
     length_power: Tensor | None = None,
     log_decay: Tensor | None = None,
+    backward_log_decay: Tensor | None = None,
     coefficients: Tensor | None = None,
     sink: Tensor | None = None,
     outside_scale: Tensor | None = None,
@@ -102,6 +105,9 @@ def attention(
             whose layer maps queries and keys, or adds other parts, is refused; its spec
             (``variant("hedgehog")``) is for queries and keys that are mapped already.
         causal: query ``t`` sees keys up to ``t + S - T`` (the queries are the last T positions).
+            Otherwise it sees all keys, and a window reaches as far to both sides, ``|t - s| <
+            window``; the first keys (``global_keys``) belong to the windows after them. Decays and
+            windows of both sides need as many queries as keys, and have no state.
         mask: boolean, True = visible, broadcastable to [B, H, T, S]; with ``causal`` both apply.
             What hidden keys, values and input gates hold never matters. If a row sees no key, its
             numerator is zero, and so is its output (apart from a ``norm_bias``).
@@ -114,8 +120,11 @@ def attention(
         length_power: [H], the exponent of the ``learned_length`` denominator.
         log_decay: <= 0: [Hkv] for the decay ``head``, [B, Hkv, S] for ``token``, [B, Hkv, S, D] for
             ``channel``. The state before key ``s`` is multiplied by ``exp(log_decay[s])``; hidden
-            keys decay nothing. Values below -1e4 count as -1e4, whose exponential is 0. Decays and
-            windows need ``causal``.
+            keys decay nothing. Values below -1e4 count as -1e4, whose exponential is 0. Without
+            ``causal``, weights decay by the distance in both directions, ``exp(-|G_t - G_s|)``.
+        backward_log_decay: without ``causal``, what ``log_decay`` is to the reversed sequence, in
+            its shapes: a later key ``s`` fades by the sum of these at ``t, ..., s - 1``. By default
+            it fades by the same distance as an earlier key.
         coefficients: [H, N + 1], of a ``polynomial`` without coefficients of its own.
         sink: [H], for the denominator ``sum_plus_sink``.
         outside_scale: [H], >= 0, the factor of the weights outside the window
@@ -186,6 +195,7 @@ def attention(
         outside_k,
         norm_weight,
         norm_bias,
+        backward_log_decay,
     )
     form = form if isinstance(form, str) else repr(form)
     if segments is None:
@@ -209,6 +219,8 @@ def _computed(call: Call, form: str) -> Tensor | tuple[Tensor, State]:
     plan = planned(call, form)
     if call.log_decay is not None:
         check_not_growing(call.log_decay)
+    if call.backward_log_decay is not None:
+        check_not_growing(call.backward_log_decay, "backward_log_decay")
     if plan.path in _SHORT:
         found = _SHORT[plan.path](call)
         if found is not None:  # else the general way tells what is wrong with its numbers
@@ -226,8 +238,10 @@ def _in_steps(call: Call, plan: Plan) -> Tensor | tuple[Tensor, State]:
             call.mask = packed.mask
             queries = packed.of_queries(call.q, call.outside_q, call.output_gate)
             call.q, call.outside_q, call.output_gate = queries
-            keys = packed.of_keys(call.k, call.v, call.input_gate, call.outside_k, call.log_decay)
-            call.k, call.v, call.input_gate, call.outside_k, call.log_decay = keys
+            names = "k", "v", "input_gate", "outside_k", "log_decay", "backward_log_decay"
+            keys = packed.of_keys(*(getattr(call, name) for name in names))
+            for name, x in zip(names, keys, strict=True):
+                setattr(call, name, x)
     inputs = call.q, call.k, call.v
     with no_autocast(call.q.device.type):
         if call.input_gate is not None:
@@ -236,10 +250,14 @@ def _in_steps(call: Call, plan: Plan) -> Tensor | tuple[Tensor, State]:
             call.v = call.v * call.input_gate.unsqueeze(-1).to(call.v.dtype)
         if call.log_decay is not None:
             call.log_decay = per_key_decay(call.log_decay, call.k, call.mask)
+        if call.backward_log_decay is not None:
+            call.backward_log_decay = per_key_decay(call.backward_log_decay, call.k, call.mask)
         kept: tuple[KeptKeys | None, KeptKeys | None] = (None, None)
         if spec.outside == "series":
             compute = functools.partial(_sums_of_part, plan.name)
             sums, kept = window_and_series(compute, call, packed is not None)
+        elif plan.path == "parts":
+            sums = _sums_of_part(plan.name, call)
         else:
             sums = _sums(call, plan)
         out, largest = outputs(sums, call)
@@ -350,5 +368,7 @@ def _sums(call: Call, plan: Plan) -> RowSums:
 
 
 def _sums_of_part(form: str, part: Call) -> RowSums:
-    """The sums of a window or of a series."""
+    """The sums of a window, of a series, or of one direction."""
+    if part.both_directions:
+        return both_directions(functools.partial(_sums_of_part, form), part)
     return _sums(part, planned(part, form, part=True))

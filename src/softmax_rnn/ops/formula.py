@@ -31,6 +31,7 @@ def attention(
     output_gate: Tensor | None = None,
     length_power: Tensor | None = None,
     log_decay: Tensor | None = None,
+    backward_log_decay: Tensor | None = None,
     coefficients: Tensor | None = None,
     sink: Tensor | None = None,
     outside_scale: Tensor | None = None,
@@ -43,7 +44,8 @@ def attention(
 
     With the score ``x_ts = scale * phi(q_t) . phi(k_s)``, clamped from above::
 
-        w_ts = f(x_ts) * exp(g_{s+1} + ... + g_t)
+        w_ts = f(x_ts) * exp(g_{s+1} + ... + g_t)          s <= t
+        w_ts = f(x_ts) * exp(b_t + ... + b_{s-1})          s > t; by default b_i = g_{i+1}
         N_t = sum_{s visible} w_ts * g_in[s] * v_s
         o_t = norm(g_out[t] * N_t / D_t)   or   g_out[t] * norm(N_t / D_t)
 
@@ -69,17 +71,23 @@ def attention(
         first = (shown[b].any(0).any(0).nonzero().flatten()[: spec.global_keys]).tolist()
         shown_to_group = shown[b, hkv * group : (hkv + 1) * group].any(0).any(0)
         log_decays = decays_of_head(spec, log_decay, b, hkv, shown_to_group)
+        backward = decays_of_head(spec, backward_log_decay, b, hkv, shown_to_group)
         numerator = torch.zeros(E, dtype=q.dtype)
         weight_sum = torch.zeros((), dtype=q.dtype)
         length = 0
         for s in range(S):
             if not shown[b, h, t, s] or (causal and s > position):
                 continue
-            inside = spec.window is None or s > position - spec.window or s in first
+            in_window = spec.window is None or abs(s - position) < spec.window
+            inside = in_window or (s in first and s <= position)
             if not inside and spec.outside == "hidden":
                 continue
-            # All decays after the key's, up to the query's own.
-            fade = log_decays[s + 1 : position + 1].sum(0).exp()
+            if s <= position:  # all decays after the key's, up to the query's own
+                fade = log_decays[s + 1 : position + 1].sum(0).exp()
+            elif backward_log_decay is not None:  # the same of the reversed sequence
+                fade = backward[position:s].sum(0).exp()
+            else:
+                fade = log_decays[position + 1 : s + 1].sum(0).exp()
             of_channels, of_weight = (fade, 1.0) if spec.decay == "channel" else (1.0, fade)
             all_q, all_k = (q, k) if inside else (far_q, far_k)
             product = feature(spec, all_q[b, h, t]) * feature(spec, all_k[b, hkv, s])

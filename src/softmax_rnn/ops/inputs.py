@@ -38,6 +38,12 @@ class Call:
     outside_k: Tensor | None = None
     norm_weight: Tensor | None = None
     norm_bias: Tensor | None = None
+    backward_log_decay: Tensor | None = None
+
+    @property
+    def both_directions(self) -> bool:
+        """Whether later keys have weights of their own: then each direction is a causal call."""
+        return not self.causal and self.spec.positional
 
     @property
     def stateful(self) -> bool:
@@ -54,7 +60,7 @@ def check(call: Call) -> None:
     check_outside(call.outside_q, call.outside_k, q, k, spec)
     if spec.order is not None:
         check_series(spec, compute_dtype(q.dtype))
-    _check_decay(call.log_decay, spec, k, call.causal)
+    _check_decays(call)
     if call.state is not None:
         check_state(call.state, spec, k, v, call.outside_k)
     if call.stateful:
@@ -234,24 +240,35 @@ def per_key(shape: Sequence[int]) -> bool:
     return (1, 1, 1, *shape)[-3:-1] == (1, 1)
 
 
-def _check_decay(log_decay: Tensor | None, spec: AttentionSpec, k: Tensor, causal: bool) -> None:
-    """Raise ``ValueError`` for a decay or window that does not fit the spec and keys ``k``."""
-    if not causal and spec.causal_only:
-        raise ValueError(
-            "A decay or a window needs causal=True: it depends on the positions of queries, which "
-            "are the last ones of the keys."
-        )
+def _check_decays(call: Call) -> None:
+    """Raise ``ValueError`` for decays or a window that do not fit the spec and the keys."""
+    spec, k, decayed = call.spec, call.k, call.spec.decay != "none"
+    if call.both_directions:
+        if call.stateful:
+            raise ValueError(
+                "With causal=False a decay or a window has no state: later keys would need one of "
+                "their own. Leave state and return_state out."
+            )
+        if call.q.shape[2] != k.shape[2]:
+            raise ValueError(
+                "With causal=False a decay or a window needs queries and keys of the same tokens, "
+                f"not {call.q.shape[2]} queries and {k.shape[2]} keys."
+            )
+    elif call.causal and call.backward_log_decay is not None:
+        raise ValueError("backward_log_decay is of later keys: it needs causal=False.")
     shapes = {"head": k.shape[1:2], "token": k.shape[:3], "channel": k.shape}
-    check_extra("log_decay", log_decay, spec.decay != "none", tuple(shapes.get(spec.decay, ())), k)
-    if log_decay is not None and not log_decay.is_floating_point():
-        raise ValueError(f"log_decay must be of a floating-point dtype, not {log_decay.dtype}.")
+    for name in ("log_decay", "backward_log_decay"):
+        value, shape = getattr(call, name), tuple(shapes.get(spec.decay, ()))
+        check_extra(name, value, decayed, shape, k, required=name == "log_decay")
+        if value is not None and not value.is_floating_point():
+            raise ValueError(f"{name} must be of a floating-point dtype, not {value.dtype}.")
 
 
-def check_not_growing(log_decay: Tensor) -> None:
+def check_not_growing(log_decay: Tensor, name: str = "log_decay") -> None:
     """Raise ``ValueError`` for a log decay above 0; NaN passes, as in other inputs."""
     if not no_data(log_decay) and (log_decay > 0).any():
         raise ValueError(
-            f"log_decay must be <= 0; the largest is {float(log_decay.detach().max()):.3g}."
+            f"{name} must be <= 0; the largest is {float(log_decay.detach().max()):.3g}."
         )
 
 

@@ -232,7 +232,8 @@ FORMS: dict[str, Form] = {
 }
 
 # What `attention` does first: `kernel` is softmax in one call of PyTorch, `token` a token after a
-# state in one call of C++, `operator` the same in a compiled graph; `parts` a window and a series.
+# state in one call of C++, `operator` the same in a compiled graph; `parts` a window and a series,
+# or earlier and later keys.
 Path = Literal["sums", "kernel", "token", "operator", "parts"]
 
 
@@ -328,6 +329,9 @@ def explain(
     plan = planned(call, form)
     if call.spec.outside == "series":
         return dict.fromkeys(FORMS, "the window and the series outside it are two calls")
+    if call.both_directions:  # two calls alike
+        call = replace(call, causal=True, backward_log_decay=None)
+        plan = planned(call, form)
     s, words = signature(call, form), {}
     for name, row in FORMS.items():
         if why := reason(row, s):
@@ -392,6 +396,8 @@ def _plan(call: Call, s: Signature) -> Plan:
         short = _path(s, s.form) == "token"
         return Plan("token" if short else "parts", s.form, FORMS["dense"], {})
     name = _chosen(call, s)
+    if call.both_directions:
+        return Plan("parts", s.form, FORMS["dense"], {})
     form, lasting = FORMS[name], True
     options: dict[str, Any] = {}
     if form.stateful:

@@ -157,7 +157,8 @@ def check_segments(ids: Any, rows: Tensor, stateful: bool) -> None:
 
 # The arguments of a call that have a value for each token, in their third dimension.
 _QKV = ("q", "k", "v")
-_OF_TOKENS = (*_QKV, "log_decay", "input_gate", "output_gate", "outside_q", "outside_k")
+_DECAYS = ("log_decay", "backward_log_decay")
+_OF_TOKENS = (*_QKV, *_DECAYS, "input_gate", "output_gate", "outside_q", "outside_k")
 
 
 def calls_of(call: Call, segments: Segments) -> list[Call]:

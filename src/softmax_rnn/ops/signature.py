@@ -187,6 +187,7 @@ def _others(call: Call) -> tuple[Any, ...]:
         call.outside_k,
         call.norm_weight,
         call.norm_bias,
+        call.backward_log_decay,
     )
 
 

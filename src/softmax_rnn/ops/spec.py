@@ -281,8 +281,8 @@ class AttentionSpec:
         return self.window if self.outside == "hidden" else None
 
     @fact
-    def causal_only(self) -> bool:
-        """Whether it has a decay or a window, which depend on the positions of queries."""
+    def positional(self) -> bool:
+        """Whether it has a decay or a window, which depend on the distance of query and key."""
         return self.decay != "none" or self.window is not None
 
     @fact

@@ -2,7 +2,7 @@
 
 The first keys may belong to the window, too. The keys inside and those outside are two attentions,
 which any form computes. Outside, query ``t`` sees the keys up to ``t - window``: causal attention
-to keys shifted by the window.
+to keys shifted by the window. If it is not causal, it sees those from ``t + window`` on as well.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from softmax_rnn.ops.directions import after
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.row_sums import (
     RowSums,
     compute_dtype,
     first_positions,
     first_visible,
+    joined,
     no_data,
 )
 from softmax_rnn.ops.inputs import Call
@@ -54,7 +56,7 @@ def window_and_series(
             shown = taken(near.shown_keys, order, dim=1)[:, None, None]
             near = near.each(lambda _, x: taken(x, order), shown)
     inside, outside = parts_of(spec, q.shape[-1], far_q.shape[-1])
-    faded = None  # the decay over the window of each query
+    unfaded_q, faded = far_q, None  # the decay over the window of each query
     if near.log_decay is not None:
         total = near.log_decay.cumsum(2)
         faded = (total - _shifted(total, spec.window)).to(compute_dtype(q.dtype)).exp()
@@ -78,7 +80,11 @@ def window_and_series(
             first = near.first(spec.global_keys, among, spec.window)
         far = far.without(among[:, near.k.shape[2] - far.k.shape[2] :])
     far = far.shifted(spec.window) if state is None else far.part(slice(k.shape[2]))
-    window_sums = compute(Call(q, near.k, near.v, inside, mask=near.mask, log_decay=near.log_decay))
+    decays: dict[str, Any] = {
+        "log_decay": near.log_decay,
+        "backward_log_decay": call.backward_log_decay,
+    }
+    window_sums = compute(Call(q, near.k, near.v, inside, call.causal, near.mask, **decays))
     series_sums = compute(
         Call(
             far_q,
@@ -92,6 +98,11 @@ def window_and_series(
             return_state=call.return_state,
         )
     )
+    if not call.causal and spec.window < q.shape[2]:
+        later_k = near.k if near.outside_k is None else near.outside_k
+        decays |= {"mask": near.mask, "coefficients": call.coefficients}
+        later = after(compute, Call(unfaded_q, later_k, near.v, outside, **decays), spec.window)
+        series_sums, faded = joined(later, series_sums, faded), None
     if not spec.sums_can_cancel:  # as its feature map says, which these keys have had already
         series_sums = series_sums._replace(noise=None, magnitudes=None)
     factor, alone = faded, None
@@ -105,7 +116,7 @@ def window_and_series(
         alone = scale.isinf()
         scale = scale.masked_fill(alone, 1.0)
         factor = scale if factor is None else scale * factor
-    return _joined(window_sums, series_sums, factor, alone), (recent, first)
+    return joined(window_sums, series_sums, factor, alone), (recent, first)
 
 
 class _Keys(NamedTuple):
@@ -219,36 +230,3 @@ def parts_of(
     if outside.row_sum is not None and outside.row_sum.plain and not outside.scale_free:
         outside = replace(outside, denominator="sum_plus_one", epsilon=0.0, floor=0.0)
     return replace(mapped, **exp, **rest), outside
-
-
-def _joined(
-    near: RowSums, far: RowSums, factor: Tensor | None, alone: Tensor | None = None
-) -> RowSums:
-    """The sums of both; those of ``far`` times ``factor``, broadcastable to [B, H, T].
-
-    Where ``alone`` is true, those of ``far`` alone, if there are any.
-    """
-    assert near.weight_sum is not None
-    near_numerator, near_sum = near.numerator, near.weight_sum
-    zero = torch.zeros_like(near_sum)
-    scales = [zero if part.log_scale is None else part.log_scale for part in (near, far)]
-    factor = torch.ones_like(zero) if factor is None else factor
-    far_empty = (far.numerator == 0).all(-1)
-    if far.weight_sum is not None:
-        far_empty = far_empty & (far.weight_sum == 0)
-    far_empty = far_empty | (factor == 0)
-    if alone is not None:
-        alone = alone & ~far_empty
-        near_numerator = near_numerator.masked_fill(alone.unsqueeze(-1), 0.0)
-        near_sum = near_sum.masked_fill(alone, 0.0)
-    # If there is no key on one side, the weights on the other may be of any size.
-    largest = torch.where(near_sum == 0, scales[1], scales[0].maximum(scales[1]))
-    largest = torch.where(far_empty, scales[0], largest)
-    ours, theirs = ((scale - largest).clamp(max=0.0).exp() for scale in scales)
-    theirs = theirs * factor
-    numerator = near_numerator * ours.unsqueeze(-1) + far.numerator * theirs.unsqueeze(-1)
-    weight_sum = None
-    if far.weight_sum is not None:
-        weight_sum = near_sum * ours + far.weight_sum * theirs
-    noise = None if far.noise is None else far.noise * theirs.detach().abs()
-    return RowSums(numerator, weight_sum, largest, far.state, noise, far.magnitudes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -238,6 +239,7 @@ def test_keys_whose_squares_underflow() -> None:
     inputs=st.sampled_from(list(INPUTS)),
     decay=st.sampled_from([0.1, 0.01, 3.0]),
     causal=st.booleans(),
+    backward=st.booleans(),
     mask=st.sampled_from(MASKS),
     queries=st.integers(1, 140) | st.integers(200, 520),
     past=st.integers(0, 20),
@@ -250,6 +252,7 @@ def test_any_spec(
     inputs: str,
     decay: float,
     causal: bool,
+    backward: bool,
     mask: str,
     queries: int,
     past: int,
@@ -259,15 +262,13 @@ def test_any_spec(
 ) -> None:
     width, value_width = widths
     shape = Shape(1, 2, 1, queries, queries + past, width, value_width)
-    causal = causal or spec.causal_only
     if spec.feature_map == "relu" and spec.order not in (None, 0) and spec.row_sum:
         # A row whose every weight is zero has a gradient of any size beside it.
         spec = dataclasses.replace(spec, denominator="length", epsilon=0.0, floor=0.0)
     if not spec.shifted:  # forms agree on rows of which something is left: decays to e^-700
         decay = min(decay, 0.3)
-    case = make_case(
-        spec, causal=causal, mask=mask, shape=shape, seed=seed, inputs=inputs, decay=decay
-    )
+    options: dict[str, Any] = {"inputs": inputs, "decay": decay, "backward": backward}
+    case = make_case(spec, causal=causal, mask=mask, shape=shape, seed=seed, **options)
     case = dataclasses.replace(case, layouts=layout)
     expected = comparable(lambda: case.in_units(case.run(sr.attention, form="dense")))
     tolerance = 1e-8 if inputs == "normal" else 1e-4  # where sums cancel, little is left of them

@@ -50,7 +50,7 @@ def test_short_chunks(name: str) -> None:
     """Grouped queries, a shorter last chunk, keys before the queries, states between pieces."""
     check(case_of(name, 53, 53))
     check(case_of(name, 37, 70))
-    if not SPECS[name].causal_only:
+    if not SPECS[name].positional:
         check(case_of(name, 35, 50, causal=False))
     case = case_of(name, 93, 93)
     pieces = in_pieces(case, [17, 40], "chunked", torch.float64)

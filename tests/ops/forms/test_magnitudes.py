@@ -154,7 +154,7 @@ def test_keys_that_cancel(
         "k": CANCELLING[keys](normal(1, 2, length, width)),
         "v": normal(1, 2, length, 3),
     }
-    options: dict = {"causal": causal or spec.causal_only, "log_decay": None, "learned": None}
+    options: dict = {"causal": causal or spec.positional, "log_decay": None, "learned": None}
     if decay != "none":
         shape = (1, 2, length) if decay == "token" else (1, 2, length, width)
         options["log_decay"] = -speed * normal(*shape).square()

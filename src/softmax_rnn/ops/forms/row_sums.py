@@ -41,6 +41,45 @@ class RowSums(NamedTuple):
     finite: Tensor | None = None
 
 
+def joined(
+    near: RowSums, far: RowSums, factor: Tensor | None = None, alone: Tensor | None = None
+) -> RowSums:
+    """The sums of both; those of ``far`` times ``factor``, broadcastable to [B, H, T].
+
+    Where ``alone`` is true, those of ``far`` alone, if there are any.
+    """
+    zero = torch.zeros_like(near.numerator[..., 0])
+    scales = [zero if part.log_scale is None else part.log_scale for part in (near, far)]
+    far_empty = _empty(far)
+    if factor is not None:
+        far_empty = far_empty | (factor == 0)
+    if alone is not None:
+        alone = alone & ~far_empty
+        near_sum = None if near.weight_sum is None else near.weight_sum.masked_fill(alone, 0.0)
+        hidden = near.numerator.masked_fill(alone.unsqueeze(-1), 0.0)
+        near = near._replace(numerator=hidden, weight_sum=near_sum)
+    # If there is no key on one side, the weights on the other may be of any size.
+    largest = torch.where(_empty(near), scales[1], scales[0].maximum(scales[1]))
+    largest = torch.where(far_empty, scales[0], largest)
+    ours, theirs = ((scale - largest).clamp(max=0.0).exp() for scale in scales)
+    theirs = theirs if factor is None else theirs * factor
+    numerator = near.numerator * ours.unsqueeze(-1) + far.numerator * theirs.unsqueeze(-1)
+    weight_sum = noise = None
+    if near.weight_sum is not None and far.weight_sum is not None:
+        weight_sum = near.weight_sum * ours + far.weight_sum * theirs
+    for part, share in ((near, ours), (far, theirs)):
+        if part.noise is not None:
+            added = part.noise * share.detach().abs()
+            noise = added if noise is None else noise + added
+    return RowSums(numerator, weight_sum, largest, far.state, noise, far.magnitudes)
+
+
+def _empty(sums: RowSums) -> Tensor:
+    """Which rows are 0: those that see no key, or only keys that have faded."""
+    empty = (sums.numerator == 0).all(-1)
+    return empty if sums.weight_sum is None else empty & (sums.weight_sum == 0)
+
+
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 
 
@@ -105,17 +144,19 @@ def visible(
     """The full boolean mask, broadcastable to [B, H, T, S]; ``None`` if every key is visible.
 
     Causal attention aligns queries to the last keys: query ``t`` sees keys up to ``t + S - T``, of
-    which a window leaves the last ``window`` and the :func:`first_visible`.
+    which a window leaves the last ``window`` and the :func:`first_visible`. Otherwise a window, of
+    as many queries as keys, leaves as many later keys as earlier ones, too.
     """
-    if not causal:
+    if not causal and window is None:
         return mask
-    shown = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    own = keys - queries  # the position of the first query
+    shown = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    shown = shown.tril(own if causal or window is None else window - 1)
     if window is not None:
-        inside = shown.triu(keys - queries - window + 1)
+        inside = shown.triu(own - window + 1)
         if global_keys:
-            inside = inside | (
-                shown & first_visible(mask, keys, global_keys, device)[:, None, None]
-            )
+            first = first_visible(mask, keys, global_keys, device)[:, None, None]
+            inside = inside | (shown.tril(own) & first)
         shown = inside
     return shown if mask is None else shown & mask
 
@@ -155,12 +196,15 @@ def visible_count(
         assert full is not None
         return full.sum(-1)
     per_key = mask.squeeze(-2)
-    if not causal:
+    if not causal and window is None:
         return per_key.sum(-1, keepdim=True)
     count = per_key.cumsum(-1)
     if window is not None:  # of the keys before the window, the first ones remain
         first = per_key & first_visible(mask, keys, global_keys, device).unsqueeze(1)
         before = F.pad(count - first.cumsum(-1), (min(window, keys), 0))[..., :keys]
+        if not causal:
+            last = torch.arange(keys, device=device) + (min(window, keys) - 1)
+            count = count[..., last.clamp(max=max(0, keys - 1))]
         count = count - before
     return count[..., keys - queries :]
 

@@ -175,7 +175,7 @@ def _difference(
     if kind == "chunks":
         compute = functools.partial(chunked, chunk=64, engine="triton")
     maps = kind == "pairs"
-    for mask, causal in ((None, True), ((~hidden).to(device), spec.causal_only)):
+    for mask, causal in ((None, True), ((~hidden).to(device), spec.positional)):
         with torch.inference_mode(False), torch.enable_grad():
             given: dict[str, Any] = {"spec": spec, "causal": causal, "mask": mask}
             exact = _results(dense, inputs, upstream, torch.float64, device, **given)
