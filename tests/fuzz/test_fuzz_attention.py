@@ -40,6 +40,7 @@ class Drawn:
     dtype: torch.dtype
     shape: Shape
     causal: bool
+    backward: bool
     mask: str
     seed: int
     decay: float
@@ -52,7 +53,8 @@ class Drawn:
         """Inputs that the type holds exactly."""
         case = make_case(
             self.spec,
-            causal=self.causal or self.spec.positional,
+            causal=self.causal,
+            backward=self.backward,
             mask=self.mask,
             shape=self.shape,
             seed=self.seed,
@@ -86,6 +88,7 @@ examples = st.builds(
     dtype=st.sampled_from(DTYPES),
     shape=shapes(),
     causal=st.booleans(),
+    backward=st.booleans(),
     mask=st.sampled_from([*MASKS, "gaps"]),
     seed=st.integers(0, 999),
     decay=st.sampled_from([1e-8, 1e-3, 0.1, 1.0, 100.0, 1e4]),
@@ -147,6 +150,12 @@ def errors(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if "log_decay" in extras:
         decay = per_key_decay(extras["log_decay"], case.tensors["k"], case.mask)
         fades = differences(decay.repeat_interleave(groups, dim=1), q.shape[2])
+        if not case.causal:  # later keys fade as earlier ones of the reversed sequence
+            later = torch.cat([decay[:, :, 1:], torch.zeros_like(decay[:, :, :1])], dim=2)
+            if (given := extras.get("backward_log_decay")) is not None:
+                later = per_key_decay(given, case.tensors["k"], case.mask)
+            back = differences(later.flip(2).repeat_interleave(groups, dim=1), q.shape[2])
+            fades = fades + back.flip(2, 3)
     scores, sizes, fade = scores_and_sizes(spec, q, k, fades)
     if spec.scale_free:  # else powers of small scores, of faded keys as well, vanish here
         row = sizes.amax(-1, keepdim=True).clamp(max=1.0)
@@ -155,7 +164,7 @@ def errors(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if series_and_window := spec.outside == "series":
         near = sr.AttentionSpec(feature_map=spec.feature_map)
         ends = spec.window, spec.global_keys
-        window = visible(*scores.shape[2:], True, case.mask, q.device, *ends)
+        window = visible(*scores.shape[2:], case.causal, case.mask, q.device, *ends)
         scale = extras["outside_scale"][:, None, None]
         inside = series_and_doubts(near, extras, scores, sizes)
         if "outside_q" in extras:

@@ -72,6 +72,11 @@ def context_parallel_attention(
     given = {name: x for name, x in options.items() if x is not None} | {"padding": padded}
     if distributed.get_world_size(group) == 1:
         return attention(q, k, v, spec, causal=causal, mask=mask, form=form, **given)
+    if not causal and spec.positional:
+        raise ValueError(
+            "Several processes share a decay or a window of causal attention only: their blocks of "
+            "queries have other keys. Use causal=True or one process."
+        )
     if causal and _passes_states(spec, form, k, v):
         given["state"] = _state_before(q, k, v, spec, mask, form, given, group)
         return attention(q, k, v, spec, mask=mask, form=form, **given)
