@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         RecurrentCache,
         SoftmaxRNNConfig,
         SoftmaxRNNForCausalLM,
+        SoftmaxRNNForMaskedLM,
+        SoftmaxRNNForSequenceClassification,
         convert,
         from_llama,
         modules_to_save,
@@ -41,6 +43,8 @@ __all__ = [
     "RecurrentCache",
     "SoftmaxRNNConfig",
     "SoftmaxRNNForCausalLM",
+    "SoftmaxRNNForMaskedLM",
+    "SoftmaxRNNForSequenceClassification",
     "State",
     "Stream",
     "__version__",
@@ -62,7 +66,8 @@ __all__ = [
     "variants",
 ]
 _MODEL_NAMES = (
-    *("RecurrentCache", "SoftmaxRNNConfig", "SoftmaxRNNForCausalLM"),
+    *("RecurrentCache", "SoftmaxRNNConfig", "SoftmaxRNNForCausalLM", "SoftmaxRNNForMaskedLM"),
+    "SoftmaxRNNForSequenceClassification",
     *("convert", "from_llama", "modules_to_save"),
 )
 

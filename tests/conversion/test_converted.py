@@ -102,10 +102,6 @@ def test_every_variant_is_that_of_from_llama(name: str) -> None:
 @pytest.mark.parametrize("family", cases(name for name in FAMILIES if name != "GptOss"))
 def test_every_family_with_other_attentions(family: str, name: str, tmp_path: Path) -> None:
     bidirectional = family not in CAUSAL
-    if bidirectional and sr.variant(name).positional:
-        with pytest.raises(ValueError, match="sees later tokens, too; a decay or a window needs"):
-            converted(family, name)
-        return
     if family == "RecurrentGemma" and sr.layer_options(name).map_before_rotary:
         with pytest.raises(ValueError, match="applies positions .* cannot be taken off"):
             converted(family, name)

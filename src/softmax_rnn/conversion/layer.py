@@ -92,16 +92,20 @@ class Attending:
 
     def parts(self, segments: Segments) -> list[Attending]:
         """The same for each batch of segments."""
+        causal = self.visible["causal"]
         parts = zip(
             *(segments.split(x, 2) for x in (self.query, self.key, self.value)),
             segments.split(self.inputs.hidden_states, 1),
             segments.split_all(self.inputs.position_embeddings, 1),
+            segments.split_mask(None, causal),
             strict=True,
         )
-        visible = {"mask": None, "causal": self.visible["causal"]}
         return [
-            Attending(self.layer, q, k, v, _Inputs(x, None, rotary), self.sinks, visible)
-            for q, k, v, x, rotary in parts
+            Attending(
+                *(self.layer, q, k, v, _Inputs(x, None, rotary), self.sinks),
+                {"mask": mask, "causal": causal},
+            )
+            for q, k, v, x, rotary, mask in parts
         ]
 
 
@@ -262,7 +266,7 @@ class ConvertedLayer(AttentionCore):
             return None, False
         if mask.stride()[2] == 0:
             return mask[:, :, :1], False
-        return mask, self.spec.positional
+        return mask, causal and self.spec.positional
 
     def _mapped(
         self,

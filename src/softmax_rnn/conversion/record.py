@@ -95,11 +95,6 @@ class ConvertedAttention:
                 f"{self.module} has attention sinks, part of a row sum: the denominator must be "
                 f"'sum' or 'sum_plus_sink', not {spec.denominator!r}."
             )
-        if not self.causal and spec.positional:
-            raise ValueError(
-                f"{self.module} sees later tokens, too; a decay or a window needs causal "
-                f"attention, but the spec has decay={spec.decay!r} and window={spec.window!r}."
-            )
         if self.sliding_window and spec.global_keys:
             raise ValueError(
                 f"{self.module} has a sliding window of its own, which hides the first keys; the "

@@ -15,7 +15,12 @@ from softmax_rnn.conversion.llama import from_llama
 from softmax_rnn.models.cache import RecurrentCache
 from softmax_rnn.models.configuration import SoftmaxRNNConfig
 from softmax_rnn.models.initialization import initialize
-from softmax_rnn.models.modeling import SoftmaxRNNForCausalLM, SoftmaxRNNModel
+from softmax_rnn.models.modeling import (
+    SoftmaxRNNForCausalLM,
+    SoftmaxRNNForMaskedLM,
+    SoftmaxRNNForSequenceClassification,
+    SoftmaxRNNModel,
+)
 from softmax_rnn.sizes import SIZES
 
 __all__ = [
@@ -23,6 +28,8 @@ __all__ = [
     "RecurrentCache",
     "SoftmaxRNNConfig",
     "SoftmaxRNNForCausalLM",
+    "SoftmaxRNNForMaskedLM",
+    "SoftmaxRNNForSequenceClassification",
     "SoftmaxRNNModel",
     "convert",
     "from_llama",

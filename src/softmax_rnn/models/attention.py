@@ -18,13 +18,14 @@ class LlamaAttention(Attention):
 
     Args:
         layer_idx: the layer's place in a cache.
+        is_causal: whether a token sees no later ones.
         args: arguments of the base class.
         kwargs: keyword arguments of the base class.
     """
 
-    def __init__(self, *args: Any, layer_idx: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, layer_idx: int, is_causal: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.layer_idx = layer_idx
+        self.layer_idx, self.is_causal = layer_idx, is_causal
 
     def forward(  # type: ignore[override]  # the arguments of transformers' decoder layer
         self,
@@ -35,14 +36,14 @@ class LlamaAttention(Attention):
         position_ids: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Attend causally.
+        """Attend to earlier tokens; to all of them if the layer is not causal.
 
         Args:
             hidden_states: [B, T, hidden_size].
             position_embeddings: the rotary cosines and sines, each [B or 1, T, head_dim].
-            attention_mask: ``None`` for causal attention to all keys (those of the cache
-                included), [B, 1, 1, S] for causal attention to some of them, else the full mask
-                [B, 1, T, S]: boolean, or additive with 0 = visible.
+            attention_mask: ``None`` for attention to all keys (those of the cache included),
+                [B, 1, 1, S] for attention to some of them, both causal in a causal layer; else the
+                full mask [B, 1, T, S]: boolean, or additive with 0 = visible.
             past_key_values: a key/value cache to extend, or a :class:`RecurrentCache`, for which
                 the mask covers only the new keys.
             position_ids: the tokens' positions [B or 1, T].
@@ -55,9 +56,14 @@ class LlamaAttention(Attention):
         Raises:
             ValueError: for a mask or cache that this attention cannot use; see :meth:`_extend`.
         """
+        if past_key_values is not None and not self.is_causal:
+            raise ValueError(
+                "Attention that sees later tokens (is_causal=False) has no cache, since each new "
+                "token would change all outputs: give use_cache=False and no past_key_values."
+            )
         mask = None if attention_mask is None else _visible(attention_mask)
         cached = past_key_values is not None
-        ids = segments_shown(mask, hidden_states.shape[1], True, options, cached)
+        ids = segments_shown(mask, hidden_states.shape[1], self.is_causal, options, cached)
         if ids is not None:
             tokens = hidden_states, position_embeddings, position_ids
             return self._each_segment(segments_of(ids, len(hidden_states)), *tokens), None
@@ -70,7 +76,7 @@ class LlamaAttention(Attention):
         )
         if past_key_values is not None and recurrent is None:
             projected = self._extend(projected, past_key_values)
-        options = {"mask": mask}
+        options = {"mask": mask, "causal": self.is_causal}
         if mask is not None:
             options["causal"] = self._is_causal(mask, projected, past_key_values)
             require_first_keys(self.spec, mask)
@@ -92,10 +98,14 @@ class LlamaAttention(Attention):
         parts = zip(
             segments.split(hidden_states, 1),
             segments.split_all(position_embeddings, 1),
+            segments.split_mask(None, self.is_causal),
             segments.split_all(position_ids, 1),
             strict=True,
         )
-        outs = [self.forward(x, rotary, position_ids=places)[0] for x, rotary, places in parts]
+        outs = [
+            self.forward(x, rotary, mask, position_ids=places)[0]
+            for x, rotary, mask, places in parts
+        ]
         return segments.join(outs, 1)
 
     def _extend(self, projected: Projected, cache: Cache) -> Projected:
@@ -133,6 +143,8 @@ class LlamaAttention(Attention):
         Raises:
             ValueError: with a decay or window, if the queries are not the last keys.
         """
+        if not self.is_causal:
+            return False
         if mask.shape[-2] == 1 or not self.spec.positional:
             return mask.shape[-2] == 1
         keys = projected.k.shape[2]

@@ -21,6 +21,9 @@ class SoftmaxRNNConfig(LlamaConfig):
     of a variant; by default the variant's. Both are stored as full dicts, so that a saved model
     does not depend on the later meaning of a name. ``attn_implementation`` is ignored.
 
+    With ``is_causal=False`` each token sees the later ones too, as the encoders need; there is then
+    no cache. A short convolution of the layer still sees earlier tokens alone.
+
     Example:
         >>> SoftmaxRNNConfig(attention="norm", **SIZES["demo"]).attention["norm"]
         'l2'
@@ -29,6 +32,7 @@ class SoftmaxRNNConfig(LlamaConfig):
     model_type = "softmax_rnn"
     attention: Any = "softmax"
     layer_options: Any = None
+    is_causal: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Resolve ``attention`` and ``layer_options`` to full dicts."""
@@ -41,6 +45,8 @@ class SoftmaxRNNConfig(LlamaConfig):
                 f"attention_dropout must be 0, not {self.attention_dropout!r}: no form of this "
                 "attention drops weights."
             )
+        if not self.is_causal:
+            self.use_cache = False
         super().__post_init__(**{**kwargs, "attn_implementation": MASKING})
 
     @property

@@ -15,7 +15,7 @@ from transformers.masking_utils import (
 )
 
 
-def causal_mask(
+def mask_of_keys(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -25,7 +25,7 @@ def causal_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask for our layer: one value per key if the last query is at the last key.
+    """The mask for our layer: one value per key if attention sees all or all earlier ones.
 
     Otherwise (a preallocated cache, packed sequences) it is the full mask of transformers.
     """
@@ -33,7 +33,8 @@ def causal_mask(
         aligned = q_length == kv_length
     else:
         aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if not aligned or mask_function is not causal_mask_function:
+    aligned = aligned and mask_function is causal_mask_function
+    if not aligned and mask_function is not bidirectional_mask_function:
         options = {"mask_function": mask_function, "attention_mask": attention_mask, **kwargs}
         options["allow_is_causal_skip"] = False
         return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **options)
@@ -56,18 +57,16 @@ def mask_of_family(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """As :func:`causal_mask`; if attention is bidirectional, one value per key, expanded.
+    """As :func:`mask_of_keys`; if attention is bidirectional, one value per key, expanded.
 
     The expanded mask [B or 1, 1, T, S] has stride 0 over queries, and over keys if all are visible.
     """
+    args = (batch_size, q_length, kv_length, q_offset, kv_offset)
+    shown = mask_of_keys(*args, mask_function, attention_mask, **kwargs)
     if mask_function is not bidirectional_mask_function or q_length == 1:
-        args = (batch_size, q_length, kv_length, q_offset, kv_offset)
-        return causal_mask(*args, mask_function, attention_mask, **kwargs)
-    if attention_mask is None:
+        return shown
+    if shown is None:
         shown = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=kwargs.get("device"))
-    else:
-        shown = attention_mask[:, kv_offset : kv_offset + kv_length]
-        shown = F.pad(shown, (0, kv_length - shown.shape[1]), value=False)[:, None, None]
     return shown.expand(-1, 1, q_length, kv_length)
 
 
@@ -102,7 +101,7 @@ def segments_shown(
     """
     bounds = options.get("cu_seq_lens_q")
     if bounds is not None and len(bounds) > 2:
-        return _of_bounds(bounds, mask, tokens, cached)
+        return _of_bounds(bounds, mask, tokens, causal, cached)
     if cached or mask is None or mask.shape[1:] != (1, tokens, tokens):
         return None
     if tokens == 1 or torch.compiler.is_compiling():
@@ -113,7 +112,9 @@ def segments_shown(
     return first if packed and bool((first.diff(dim=1) >= 0).all()) else None
 
 
-def _of_bounds(bounds: Tensor, mask: Tensor | None, tokens: int, cached: bool) -> Tensor | None:
+def _of_bounds(
+    bounds: Tensor, mask: Tensor | None, tokens: int, causal: bool, cached: bool
+) -> Tensor | None:
     """The segments between FlashAttention's bounds; ``None`` if a full mask hides the others."""
     if int(bounds[-1]) != tokens or cached:
         raise ValueError(
@@ -132,4 +133,4 @@ def _of_bounds(bounds: Tensor, mask: Tensor | None, tokens: int, cached: bool) -
             "cu_seq_lens_q and the attention mask tell of different sequences: give no mask of "
             "padding, and position_ids that begin again with each sequence."
         )
-    return segments_shown(mask, tokens, True, {})
+    return segments_shown(mask, tokens, causal, {})

@@ -1,4 +1,7 @@
-"""The model: transformers' Llama with its attention modules replaced by ours."""
+"""The models: transformers' Llama with its attention modules replaced by ours.
+
+A decoder that predicts the next token, and encoders (``is_causal=False``) of the same blocks.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,30 @@ from transformers import (
     AttentionMaskInterface,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
     PreTrainedModel,
 )
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import find_packed_sequence_indices
+from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.models.llama.modeling_llama import (
     LlamaForCausalLM,
     LlamaModel,
     LlamaPreTrainedModel,
 )
+from transformers.utils import can_return_tuple
 
 from softmax_rnn.models.attention import LlamaAttention
 from softmax_rnn.models.cache import RecurrentCache, recurrent_bytes
 from softmax_rnn.models.configuration import MASKING, SoftmaxRNNConfig
 from softmax_rnn.models.generation import OwnCacheGeneration, with_own_cache
 from softmax_rnn.models.initialization import reset_unloaded
-from softmax_rnn.models.masks import causal_mask
+from softmax_rnn.models.masks import mask_of_keys
 
 
 class SoftmaxRNNPreTrainedModel(LlamaPreTrainedModel):
-    """What both models share."""
+    """What all models share."""
 
     config_class = SoftmaxRNNConfig
 
@@ -58,7 +66,10 @@ class _NoMLP(nn.Module):
 
 
 class SoftmaxRNNModel(SoftmaxRNNPreTrainedModel, LlamaModel):
-    """The decoder stack, as ``LlamaModel``; without MLPs if ``intermediate_size`` is 0."""
+    """The stack of blocks, as ``LlamaModel``; without MLPs if ``intermediate_size`` is 0.
+
+    It is a decoder, or with ``is_causal=False`` an encoder.
+    """
 
     def __init__(self, config: SoftmaxRNNConfig) -> None:
         with warnings.catch_warnings():
@@ -76,21 +87,55 @@ class SoftmaxRNNModel(SoftmaxRNNPreTrainedModel, LlamaModel):
                 bias=config.attention_bias,
                 options=config.options,
                 layer_idx=index,
+                is_causal=config.is_causal,
             )
         self.set_attn_implementation()  # AutoModel.from_config may have asked for another
         self.post_init()
 
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As ``LlamaModel``; in an encoder, positions begin at the first visible token.
 
-class SoftmaxRNNForCausalLM(OwnCacheGeneration, SoftmaxRNNPreTrainedModel, LlamaForCausalLM):
-    """The language model, as ``LlamaForCausalLM``: the same parameter names, the same calls."""
+        Positions that begin again there tell of packed sequences, as they do for causal attention,
+        where transformers makes the mask.
+        """
+        if not self.config.is_causal and attention_mask is None and position_ids is not None:
+            ids = find_packed_sequence_indices(position_ids)
+            if ids is not None:
+                attention_mask = (ids.unsqueeze(2) == ids.unsqueeze(1)).unsqueeze(1)
+        of_tokens = attention_mask is not None and attention_mask.ndim == 2
+        if not self.config.is_causal and of_tokens and position_ids is None:
+            assert attention_mask is not None
+            places = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+            first = attention_mask.int().argmax(dim=-1, keepdim=True)
+            position_ids = (places - first).clamp(min=0)
+        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
 
-    def __init__(self, config: SoftmaxRNNConfig) -> None:
+
+class _WithHead(SoftmaxRNNPreTrainedModel, LlamaForCausalLM):
+    """The stack and a head of tokens; the loss follows from the name of the subclass."""
+
+    def __init__(self, config: SoftmaxRNNConfig, is_causal: bool = True) -> None:
+        if config.is_causal != is_causal:
+            raise ValueError(
+                f"The configuration of a {type(self).__name__} must have is_causal={is_causal}, "
+                f"not {config.is_causal}."
+            )
         # Skip LlamaForCausalLM's __init__: it would build a decoder stack that is not used.
         super(LlamaForCausalLM, self).__init__(config)
         self.model = SoftmaxRNNModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+
+class SoftmaxRNNForCausalLM(OwnCacheGeneration, _WithHead):
+    """The language model, as ``LlamaForCausalLM``: the same parameter names, the same calls."""
 
     forward = with_own_cache(LlamaForCausalLM.forward)
 
@@ -108,6 +153,92 @@ class SoftmaxRNNForCausalLM(OwnCacheGeneration, SoftmaxRNNPreTrainedModel, Llama
         return DynamicCache(config=self.config) if large and not convolved else RecurrentCache()
 
 
+class SoftmaxRNNForMaskedLM(_WithHead):
+    """An encoder that predicts hidden tokens: parameters and calls as of the language model.
+
+    ``labels`` [B, T] are the tokens at the same places, -100 where none is asked for.
+
+    Raises:
+        ValueError: for a configuration without ``is_causal=False``.
+
+    Example:
+        >>> config = SoftmaxRNNConfig(attention="taylor:2", is_causal=False, **SIZES["demo"])
+        >>> SoftmaxRNNForMaskedLM(config)(input_ids=ids, attention_mask=mask, labels=labels).loss
+    """
+
+    def __init__(self, config: SoftmaxRNNConfig) -> None:
+        super().__init__(config, is_causal=False)
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """No: an encoder has no next token."""
+        return False
+
+
+class SoftmaxRNNForSequenceClassification(SoftmaxRNNPreTrainedModel):
+    """A class (or a number) of each sequence: a linear map of the mean over its tokens.
+
+    ``num_labels`` and ``problem_type`` of the configuration are as in transformers. The mean is
+    over the tokens that the mask shows, so that padding changes nothing, on any side.
+    """
+
+    def __init__(self, config: SoftmaxRNNConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = SoftmaxRNNModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """Classify.
+
+        Args:
+            input_ids: [B, T].
+            attention_mask: [B, T], 0 for padding.
+            position_ids: the tokens' positions [B or 1, T].
+            inputs_embeds: [B, T, hidden_size], in place of ``input_ids``.
+            labels: [B] classes, [B] numbers (regression), or [B, num_labels].
+            kwargs: further arguments of :class:`SoftmaxRNNModel` and of the loss.
+
+        Raises:
+            ValueError: for a mask of another shape.
+        """
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ValueError(
+                "The mean over a sequence needs a mask of its tokens, [B, T], not "
+                f"{list(attention_mask.shape)}."
+            )
+        inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+        out = self.model(
+            attention_mask=attention_mask, position_ids=position_ids, **inputs, **kwargs
+        )
+        hidden = out.last_hidden_state
+        shown = torch.ones_like(hidden[..., :1])
+        if attention_mask is not None:
+            shown = attention_mask.unsqueeze(-1).to(hidden.dtype)
+        logits = self.score((hidden * shown).sum(1) / shown.sum(1).clamp(min=1))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                labels=labels, pooled_logits=logits, config=self.config, **kwargs
+            )
+        return SequenceClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
+        )
+
+
 def checkpoint_activations(model: PreTrainedModel, options: dict[str, Any]) -> None:
     """Recompute activations in the backward pass; ``options`` are of torch's ``checkpoint``."""
     if hasattr(model, "activation_checkpointing_enable"):
@@ -120,7 +251,9 @@ def _unreachable(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("The attention of this model is chosen by config.attention.")
 
 
-AttentionMaskInterface.register(MASKING, causal_mask)
+AttentionMaskInterface.register(MASKING, mask_of_keys)
 AttentionInterface.register(MASKING, _unreachable)
 AutoModel.register(SoftmaxRNNConfig, SoftmaxRNNModel)
 AutoModelForCausalLM.register(SoftmaxRNNConfig, SoftmaxRNNForCausalLM)
+AutoModelForMaskedLM.register(SoftmaxRNNConfig, SoftmaxRNNForMaskedLM)
+AutoModelForSequenceClassification.register(SoftmaxRNNConfig, SoftmaxRNNForSequenceClassification)
