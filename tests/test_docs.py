@@ -1,13 +1,17 @@
-"""Generated tables in docs equal the output of their scripts; the README's code runs."""
+"""Generated tables in docs equal the output of their scripts; the pages' code runs."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import runpy
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+import softmax_rnn
+from softmax_rnn.ops import reference
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -18,12 +22,34 @@ def test_tables_equal_the_output_of_their_script(name: str) -> None:
     assert runpy.run_path(str(DOCS / f"{name}.py"))["fill"](page) == page
 
 
-def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+PAGES = sorted([DOCS.parent / "README.md", DOCS / "start.md", *DOCS.glob("howto/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_of_a_page_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", readme, flags=re.S)
-    assert len(blocks) == 6
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
     exec("\n".join(blocks), {})
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("reference/*.rst"))
+    shown = set(re.findall(r"^\.\. auto\w+:: softmax_rnn\.(\w+)$", pages, flags=re.M))
+    assert shown == {*softmax_rnn.__all__} - {"__version__"}
+
+
+def test_every_numbered_equation_is_beside_its_code() -> None:
+    page = (DOCS / "equations.md").read_text(encoding="utf-8")
+    parts = re.findall(r"^## Equation (\d+):.*?\n(.*?)(?=^## )", page, flags=re.M | re.S)
+    assert [int(number) for number, _ in parts] == list(range(1, 9))
+    assert all("```math" in part and ":pyobject:" in part for _, part in parts)
+    shown = re.findall(r"^:pyobject: (\w+)$", page, flags=re.M)
+    functions = inspect.getmembers(reference, inspect.isfunction)
+    assert sorted([*shown, "identity"]) == sorted(
+        name for name, each in functions if each.__module__ == reference.__name__
+    )
 
 
 FAMILIES = runpy.run_path(str(DOCS / "families.py"))

@@ -10,4 +10,5 @@ _TABLE = {
     "large": (3072, 6144, 20, 16),
     "deep": (1024, 2048, 60, 32),
 }
+#: A model's sizes by name: ``demo``, and the paper's ``small``, ``large`` and ``deep``.
 SIZES = {name: dict(zip(_COLUMNS, row, strict=True)) for name, row in _TABLE.items()}

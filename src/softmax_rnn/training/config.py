@@ -64,6 +64,7 @@ def _size(name: str) -> dict[str, int]:
     return dict(zip(_SIZE_FIELDS, SIZES[name].values(), strict=True))
 
 
+#: The settings of ``--preset`` by name, as fields of :class:`RunConfig`.
 PRESETS: dict[str, dict[str, Any]] = {
     "demo": _size("demo"),
     **{name: {**_size(name), **_PAPER} for name in ("small", "large", "deep")},
