@@ -8,7 +8,9 @@ from softmax_rnn._utils.errors import missing_extra
 EXTRAS = {
     **dict.fromkeys(("safetensors", "transformers"), "train"),
     **dict.fromkeys(("accelerate", "datasets", "filelock", "fsspec", "huggingface_hub"), "train"),
-    **dict.fromkeys(("jsonargparse", "pandas", "pyarrow", "pydantic", "rich"), "train"),
+    **dict.fromkeys(
+        ("jsonargparse", "packaging", "pandas", "pyarrow", "pydantic", "rich"), "train"
+    ),
     **dict.fromkeys(("tokenizers", "typing_extensions", "yaml", "zstandard"), "train"),
     **dict.fromkeys(("jinja2", "matplotlib", "plotly", "scipy"), "report"),
     "submitit": "cluster",
@@ -21,7 +23,7 @@ EXTRAS = {
 
 
 # The commands that need "train" alone, known before the parser can be imported.
-OF_TRAIN = ("train", "prepare", "generate", "variants", "evaluate")
+OF_TRAIN = ("train", "prepare", "generate", "variants", "evaluate", "doctor")
 
 
 def install_hint(error: ModuleNotFoundError, command: str, needs: str) -> str | None:

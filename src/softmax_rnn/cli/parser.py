@@ -15,7 +15,13 @@ from jsonargparse import ArgumentParser, Namespace
 from softmax_rnn import __version__
 from softmax_rnn._utils.errors import EXIT_CODES
 from softmax_rnn._utils.plain_yaml import parse_yaml
-from softmax_rnn.cli import convert_command, evaluate_command, result_commands, run_commands
+from softmax_rnn.cli import (
+    convert_command,
+    doctor,
+    evaluate_command,
+    result_commands,
+    run_commands,
+)
 from softmax_rnn.training.config import RunConfig
 
 COMMANDS = {
@@ -23,6 +29,7 @@ COMMANDS = {
     **convert_command.COMMANDS,
     **result_commands.COMMANDS,
     **evaluate_command.COMMANDS,
+    **doctor.COMMANDS,
 }
 
 

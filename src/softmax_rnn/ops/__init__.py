@@ -28,6 +28,7 @@ from softmax_rnn.ops.decay import fade_, per_key_decay
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.finish import SUM_GUARD
 from softmax_rnn.ops.forms.chunks.magnitudes import powers
+from softmax_rnn.ops.forms.gpu.proof import proofs
 from softmax_rnn.ops.forms.row_sums import compute_dtype, visible
 from softmax_rnn.ops.inputs import is_per_key, require_first_keys
 from softmax_rnn.ops.layer.attention import Attention
@@ -74,6 +75,7 @@ __all__ = [
     "order_for",
     "per_key_decay",
     "powers",
+    "proofs",
     "require_first_keys",
     "resolve",
     "resolve_layer",

@@ -235,3 +235,16 @@ def test_a_step_of_the_session_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> 
     found = session.step(["timeit", "-n1", "-r1", "import time; time.sleep(30)"], 0.5)
     assert found["code"] is None
     assert session.step(["this"], 30.0)["code"] == 0
+
+
+def test_what_was_tried_is_listed_for_this_machine(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = torch.device(device)
+    assert proof.proofs(place) == []
+    assert not failure("norm", device)
+    (found,) = proof.proofs(place)
+    assert (found["kind"], found["dtype"], found["failure"]) == ("pairs", "torch.float32", "")
+    machine = proof._machine
+    monkeypatch.setattr(proof, "_machine", lambda *of: machine(*of) | {"driver": "another"})
+    assert proof.proofs(place) == []

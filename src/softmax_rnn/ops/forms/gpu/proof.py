@@ -113,6 +113,25 @@ def _known(kind: Kind, spec: AttentionSpec, dtype: torch.dtype, *where: Any) -> 
     return _told(found, what)
 
 
+def proofs(device: torch.device) -> list[dict[str, Any]]:
+    """What was tried on a device as it is now: kind, spec, dtype, widths; empty ``failure``: right.
+
+    Earlier versions of the library, of PyTorch, Triton or the driver have proofs of their own.
+    """
+    now = _machine(0, 0, device)
+    found: list[dict[str, Any]] = []
+    if not _folder().is_dir():
+        return found
+    with own_folder(_folder()) as folder:
+        for path in sorted(folder.glob("*.json")):
+            with suppress(OSError, ValueError):
+                kept = read_small_json(path)
+                sizes = {name: kept.get(name) for name in ("width", "values")}
+                if kept.items() >= (now | sizes).items():
+                    found.append(kept)
+    return found
+
+
 def _told(failure: str, what: dict[str, Any]) -> str:
     if failure:
         warnings.warn(
