@@ -4,9 +4,9 @@ RUNS is the ``--out`` folder of ``softmax-rnn reproduce``, by default ``runs``. 
 with one learning rate for all has the part ``figure4`` of a page, and one of each variant's best
 rate the part ``figure4-best``. The checks of the claims go to results/claims.md, the verdicts
 alone to results.md, and the measured knee of recall to capacity.md. A figure is drawn at the
-longest scale at which all its runs are finished, if possible with three seeds. A claim is judged
-at the longest scale with three seeds for each of its checks. Other figures and claims are left on
-the pages as they are.
+longest scale at which all its runs are finished, if possible with three seeds. A figure against
+states may lack variants, which its page then names. A claim is judged at the longest scale with
+three seeds for each of its checks. Other figures and claims are left on the pages as they are.
 """
 
 from __future__ import annotations
@@ -96,10 +96,11 @@ def losses(experiment: Experiment, scale: Scale, found: Found) -> str:
     They have the losses, and the paired difference to softmax. For a figure against states, also
     the state of a layer and the number of parameters.
     """
-    parts = []
+    parts, missing = [], []
     places = places_of(experiment, scale)
     for place, names in places.items():
         runs = found[place]
+        missing += [f"`{name}`" for name in names if name not in runs]
         table = results([run for name in names for run in runs.get(name, {}).values()])
         rows = [
             {
@@ -120,6 +121,7 @@ def losses(experiment: Experiment, scale: Scale, found: Found) -> str:
         title = "{} settings, corpus `{}`:".format(*place).capitalize()
         parts += [title] if len(places) > 1 else []
         parts.append(markdown.table(shown, cells, left=len(shown)))
+    parts += [f"Not run yet: {', '.join(missing)}."] if missing else []
     return "\n\n".join([*parts, conditions(scale, [found[place] for place in places])])
 
 
@@ -205,7 +207,10 @@ def places_of(experiment: Experiment, scale: Scale) -> dict[tuple[str, str], lis
 
 
 def finished_seeds(experiment: Experiment, scale: Scale, found: Found, root: Path) -> list[int]:
-    """The seeds of a figure's runs; none unless every variant has the same seeds."""
+    """The seeds of a figure's runs; none unless every variant has the same seeds.
+
+    Of a figure against states, every variant that was run at all, if softmax and others were.
+    """
     if experiment.kind == "stability":  # some of whose runs end without results
         wanted = sum(len(panel.variants) for panel in experiment.panels)
         return [
@@ -215,12 +220,14 @@ def finished_seeds(experiment: Experiment, scale: Scale, found: Found, root: Pat
             )
             if sum(len(column.runs) for column in ended(experiment, scale, root, [seed])) == wanted
         ]
-    seeds = {
+    seeds = [
         frozenset(found.get(place, {}).get(name, {}))
         for place, names in places_of(experiment, scale).items()
         for name in ("softmax", *names)
-    }
-    return sorted(seeds.pop()) if len(seeds) == 1 else []
+    ]
+    if experiment.kind == "states" and len(run := [each for each in seeds[1:] if each]) > 1:
+        seeds = [seeds[0], *run]
+    return sorted(seeds[0]) if len({*seeds}) == 1 else []
 
 
 def stability(scale: Scale, columns: Sequence[Column]) -> str:

@@ -45,23 +45,26 @@ def failure(
     return proof.failure(kind, spec, dtype, 16, 16, torch.device(device))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize(
-    "spec",
-    [
-        sr.variant("gate"),
-        sr.variant("linear_elu"),
-        sr.variant("norm_rms"),
-        WIDENED["window_decay"],
-        WIDENED["learned_polynomial_token"],
-        sr.AttentionSpec(series="power", order=4, scale=-9.0, clamp=0.5, denominator="length"),
-    ],
-    ids=["gate", "linear_elu", "norm_rms", "window", "learned", "power"],
-)
-def test_right_kernels_of_pairs(spec: sr.AttentionSpec, dtype: torch.dtype, device: str) -> None:
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SPECS = {
+    "gate": sr.variant("gate"),
+    "linear_elu": sr.variant("linear_elu"),
+    "norm_rms": sr.variant("norm_rms"),
+    "window": WIDENED["window_decay"],
+    "learned": WIDENED["learned_polynomial_token"],
+    "power": sr.AttentionSpec(series="power", order=4, scale=-9.0, clamp=0.5, denominator="length"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SPECS)
+def test_right_kernels_of_pairs(name: str, dtype: torch.dtype, device: str) -> None:
+    """Two dtypes of each in the interpreter, which takes seconds for a case."""
     if device == "cuda" and dtype == torch.float64:
         pytest.skip("slow on most GPUs")
-    assert not failure(spec, device, dtype=dtype)
+    if device == "cpu" and ([*SPECS].index(name) + DTYPES.index(dtype)) % 2:
+        pytest.skip("other dtypes of it are tried")
+    assert not failure(SPECS[name], device, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
