@@ -65,6 +65,12 @@ def _resets(x: Tensors) -> None:
         x["log_decay"].zero_()[:, :, x["k"].shape[2] // 3 :: 50] = -1e4
 
 
+def _sparse(x: Tensors) -> None:
+    for place, name in enumerate("qkv"):
+        x[name].mul_((torch.arange(x[name].numel()).view_as(x[name]) * 7 + place) % 3 > 0)
+        x[name][:, :, place::3].mul_(torch.arange(x[name].shape[3]) % 2 == place % 2)
+
+
 # Inputs that try to make a bound lie: bounds of scores by which keys are skipped, scales chosen
 # from the largest key, sums in which keys cancel. Each changes random tensors, [B, H, S, ...].
 INPUTS: dict[str, Callable[[Tensors], object]] = {
@@ -77,6 +83,7 @@ INPUTS: dict[str, Callable[[Tensors], object]] = {
     "fading": _fading,  # large keys, then small ones
     "resets": _resets,  # and nothing is left of the large ones
     "uneven": lambda x: (x["q"][:, ::2].mul_(30.0), x["q"][:, 1::2].mul_(1e-3)),  # query heads
+    "sparse": _sparse,  # scores and values are often exactly 0
     "small": lambda x: x["k"].mul_(1e-8),
     "large": lambda x: x["q"].mul_(20.0),
 }

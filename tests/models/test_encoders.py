@@ -102,6 +102,54 @@ def test_padding_changes_nothing(kind: Any, name: str, side: str, ids: torch.Ten
     assert (unmasked - alone[1]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_mask_says_which_tokens_there_are_and_no_more(kind: Any, ids: torch.Tensor) -> None:
+    """Numbers of sequences, as some collators give, are neither weights nor places."""
+    model = build(kind)
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = mask[1, :3] = 0
+    expected = model(ids, mask).logits
+    for other in (mask.bool(), mask.float(), mask * (1 + torch.arange(13)), -mask):
+        assert torch.equal(model(ids, other).logits, expected)
+    assert not torch.equal(model(ids, mask.roll(1, 1)).logits, expected)
+
+
+def test_what_padding_holds_is_in_no_mean(ids: torch.Tensor) -> None:
+    model = build(sr.SoftmaxRNNForSequenceClassification)
+    embedded, mask = model.model.embed_tokens(ids).detach(), torch.ones_like(ids)
+    mask[:, 9:] = 0
+    expected = model(inputs_embeds=embedded, attention_mask=mask).logits
+    embedded[:, 9:] = torch.nan
+    found = model(inputs_embeds=embedded, attention_mask=mask).logits
+    assert torch.equal(found, expected)
+    assert model(inputs_embeds=embedded).logits.isnan().all()
+
+
+def test_the_mean_of_many_tokens_in_float16() -> None:
+    """Their sum is beyond the range of float16."""
+    model = build(sr.SoftmaxRNNForSequenceClassification, num_hidden_layers=1).float()
+    model.model.norm.weight.data.fill_(100.0)
+    model.score.weight.data.mul_(0.01)
+    embedded = model.model.embed_tokens.weight[:1].detach().expand(1, 2048, -1)
+    expected = model(inputs_embeds=embedded).logits
+    found = model.half()(inputs_embeds=embedded.half()).logits
+    assert found.isfinite().all()
+    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_an_encoder_from_the_weights_of_a_decoder(
+    kind: Any, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    decoder = build(sr.SoftmaxRNNForCausalLM, is_causal=True)
+    decoder.save_pretrained(tmp_path)
+    model = kind.from_pretrained(tmp_path, is_causal=False).eval()
+    found = model.model(ids)[0]
+    other = ids.clone()
+    other[:, -1] = (other[:, -1] + 1) % 61
+    assert (model.model(other)[0][:, 0] - found[:, 0]).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("name", ["norm", "taylor:2"])
 def test_packed_sequences_do_not_see_each_other(name: str, ids: torch.Tensor) -> None:
     model = build(sr.SoftmaxRNNForMaskedLM, name)

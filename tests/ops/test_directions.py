@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import softmax_rnn as sr
-from cases import INPUTS, WIDENED, Case, Shape, assert_close, make_case
+from cases import INPUTS, MASKS, WIDENED, Case, Shape, assert_close, make_case
 from softmax_rnn.ops import directions, formula
+from strategies import comparable, specs, widths
 
 POSITIONAL = {name: spec for name, spec in WIDENED.items() if spec.positional}
 DECAYED = {name: spec for name, spec in POSITIONAL.items() if spec.decay != "none"}
@@ -185,6 +188,114 @@ def test_what_a_query_sees_may_all_have_faded() -> None:
         found = sr.attention(x, x, x, spec, form=form, **options, **masked)
         expected = sr.attention(x, x, x, "softmax", **options)
         torch.testing.assert_close(found[:, :, 2:], expected[:, :, 2:])
+
+
+@given(
+    spec=specs(),
+    inputs=st.sampled_from(list(INPUTS)),
+    decay=st.sampled_from([0.1, 1.0, 10.0]),
+    mask=st.sampled_from([*MASKS, "gaps"]),
+    causal=st.sampled_from([False, False, True]),
+    backward=st.booleans(),
+    tokens=st.integers(1, 9),
+    widths=widths(),
+    outside_width=st.sampled_from([None, 6, 1]),
+    seed=st.integers(0, 999),
+)
+def test_any_spec_is_the_formula(
+    spec: sr.AttentionSpec,
+    inputs: str,
+    decay: float,
+    mask: str,
+    causal: bool,
+    backward: bool,
+    tokens: int,
+    widths: tuple[int, int],
+    outside_width: int | None,
+    seed: int,
+) -> None:
+    """The loops share nothing with any form: ``dense`` joins two directions, as all others do."""
+    shape = Shape(1, 2, 1, tokens, tokens, *widths, outside_width)
+    options: dict[str, Any] = {"inputs": inputs, "decay": decay, "backward": backward}
+    case = make_case(spec, causal=causal, mask=mask, shape=shape, seed=seed, **options)
+    expected = comparable(lambda: case.in_units(case.run(formula.attention)))
+    for form in case.forms:
+        found = case.in_units(case.run(sr.attention, form=form))
+        assert_close(found, expected, 1e-6 if inputs == "normal" else 1e-4, form)
+
+
+def power(order: int, **fields: Any) -> sr.AttentionSpec:
+    return sr.AttentionSpec(series="power", order=order, **fields)
+
+
+ZEROS = {
+    "values": power(1, decay="token", denominator="none"),
+    "values_l2": power(2, decay="token", denominator="none", norm="l2"),
+    "scores": power(1, decay="token"),
+    "scores_length": power(1, decay="token", denominator="length"),
+}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_sums_that_happen_to_be_zero_have_gradients(name: str) -> None:
+    """The first query's earlier keys: their values are 0, or the query is orthogonal to them."""
+    spec = ZEROS[name]
+    case = make_case(spec, causal=False, shape=ODD, decay=2.0, backward=True)
+    if "values" in name:
+        case.tensors["v"][:, :, 0] = 0.0
+    else:
+        case.tensors["q"][:, :, 0] = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+        case.tensors["k"][:, :, 0, 0] = 0.0
+    expected = case.run(formula.attention)
+    for form in case.forms:
+        assert_close(case.run(sr.attention, form=form), expected, 1e-9, form)
+
+
+def test_keys_that_a_window_hides_on_one_side_hide_no_others() -> None:
+    """Powers of a far longer key scale the sums of earlier keys, but not those of later ones."""
+    case = make_case(power(4, window=2), causal=False, shape=ODD)
+    case.tensors["k"].mul_(1e-8)[:, :, 0] = 1e4
+    tensors = {name: x.float().double() for name, x in case.tensors.items()}
+    case = dataclasses.replace(case, tensors=tensors)
+    expected = case.in_units(case.run(formula.attention))
+    for form in case.forms:
+        found = case.in_units(case.run(sr.attention, torch.float32, form=form))
+        assert_close(found, expected, 1e-4, form)
+
+
+def test_channels_fade_below_the_range_of_float16() -> None:
+    """No query sees its own key, so that all its weights have faded."""
+    case = make_case(power(2, decay="channel"), causal=False, shape=ODD)
+    case.tensors["log_decay"].fill_(-18.0)
+    tensors = {name: x.half().double() for name, x in case.tensors.items()}
+    mask = ~torch.eye(13, dtype=torch.bool)[None, None]
+    case = dataclasses.replace(case, tensors=tensors, mask=mask, upstream=case.upstream.half())
+    expected = case.run(sr.attention, form="dense")
+    for form in case.forms:
+        found = case.run(sr.attention, torch.float16, form=form)
+        assert_close(found, expected, TOLERANCE[torch.float16], form)
+
+
+@pytest.mark.parametrize("name", ["hidden", "series"])
+def test_a_reset_ends_a_sequence_on_both_sides(name: str) -> None:
+    """Also for a query whose own weights are all 0: nothing of the other sequence is left."""
+    spec = power(1, decay="token", feature_map="relu")
+    if name == "series":
+        spec = power(1, decay="token", feature_map="relu", window=2, outside="series")
+    case = make_case(spec, causal=False, shape=ODD, backward=True)
+    if name == "series":  # nothing in its window is seen
+        case = dataclasses.replace(case, mask=~torch.eye(13).bool()[None, None])
+        case.mask[..., 7, 6:9] = False
+    case.tensors["q"][:, :, 7] = -1.0
+    case.tensors["q"][:, :, 7, 0] = 1.0
+    case.tensors["k"][:, :, :8, 0] = -1.0
+    case.tensors["k"][:, :, 8:, 0] = 1.0
+    case.tensors["log_decay"][:, :, 8] = case.tensors["backward_log_decay"][:, :, 7] = -1e4
+    for form in case.forms:
+        out = case.run(sr.attention, form=form)["out"]
+        assert not out[:, :, 7].any(), form
+    case.tensors["backward_log_decay"].data[:, :, 7] = -5e3
+    assert case.run(sr.attention, form=form)["out"][:, :, 7].all()
 
 
 def test_the_same_distance_is_that_of_equal_decays() -> None:

@@ -35,6 +35,7 @@ from softmax_rnn.models.configuration import MASKING, SoftmaxRNNConfig
 from softmax_rnn.models.generation import OwnCacheGeneration, with_own_cache
 from softmax_rnn.models.initialization import reset_unloaded
 from softmax_rnn.models.masks import mask_of_keys
+from softmax_rnn.ops import compute_dtype
 
 
 class SoftmaxRNNPreTrainedModel(LlamaPreTrainedModel):
@@ -72,6 +73,8 @@ class SoftmaxRNNModel(SoftmaxRNNPreTrainedModel, LlamaModel):
     """
 
     def __init__(self, config: SoftmaxRNNConfig) -> None:
+        if not config.is_causal:  # also of a decoder's configuration that was changed
+            config.use_cache = False
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Initializing zero-element tensors")
             super().__init__(config)
@@ -112,7 +115,7 @@ class SoftmaxRNNModel(SoftmaxRNNPreTrainedModel, LlamaModel):
         if not self.config.is_causal and of_tokens and position_ids is None:
             assert attention_mask is not None
             places = torch.arange(attention_mask.shape[1], device=attention_mask.device)
-            first = attention_mask.int().argmax(dim=-1, keepdim=True)
+            first = (attention_mask != 0).int().argmax(dim=-1, keepdim=True)
             position_ids = (places - first).clamp(min=0)
         return super().forward(input_ids, attention_mask, position_ids, **kwargs)
 
@@ -203,7 +206,7 @@ class SoftmaxRNNForSequenceClassification(SoftmaxRNNPreTrainedModel):
 
         Args:
             input_ids: [B, T].
-            attention_mask: [B, T], 0 for padding.
+            attention_mask: [B, T], 0 for padding, any other number for a token.
             position_ids: the tokens' positions [B or 1, T].
             inputs_embeds: [B, T, hidden_size], in place of ``input_ids``.
             labels: [B] classes, [B] numbers (regression), or [B, num_labels].
@@ -221,11 +224,14 @@ class SoftmaxRNNForSequenceClassification(SoftmaxRNNPreTrainedModel):
         out = self.model(
             attention_mask=attention_mask, position_ids=position_ids, **inputs, **kwargs
         )
-        hidden = out.last_hidden_state
-        shown = torch.ones_like(hidden[..., :1])
+        hidden, dtype = out.last_hidden_state, out.last_hidden_state.dtype
+        hidden = hidden.to(compute_dtype(dtype))  # a sum over many tokens overflows float16
+        shown = torch.ones_like(hidden[..., 0], dtype=torch.bool)
         if attention_mask is not None:
-            shown = attention_mask.unsqueeze(-1).to(hidden.dtype)
-        logits = self.score((hidden * shown).sum(1) / shown.sum(1).clamp(min=1))
+            shown = attention_mask != 0
+        total = hidden.masked_fill(~shown.unsqueeze(-1), 0.0).sum(1)
+        mean = total / shown.sum(1, keepdim=True).clamp(min=1)
+        logits = self.score(mean.to(dtype))
         loss = None
         if labels is not None:
             loss = self.loss_function(

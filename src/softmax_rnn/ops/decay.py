@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from softmax_rnn.ops.forms.row_sums import visible_keys
+from softmax_rnn.ops.forms.row_sums import RowSums, visible_keys
 
 MIN_LOG_DECAY = -1e4  # its exponential is 0 in float64
 # Factors below the exponential of this are 0. Products of smaller ones with other numbers would be
@@ -31,6 +31,23 @@ def per_key_decay(log_decay: Tensor | None, k: Tensor, mask: Tensor | None) -> T
         return log_decay
     hidden = ~visible_keys(mask, k.shape[1])
     return log_decay.masked_fill(hidden if log_decay.ndim == 4 else hidden.squeeze(-1), 0.0)
+
+
+def faded(sums: RowSums, log: Tensor) -> RowSums:
+    """The sums times ``exp(log)`` [B, H, T], whose logarithm is at most 0.
+
+    It is kept as a logarithm: all that a query sees may have faded as far. What has met a decay of
+    ``MIN_LOG_DECAY`` is 0, as in every form.
+    """
+    gone = log <= 0.999 * MIN_LOG_DECAY
+    unit = (log - log.detach()).exp().masked_fill(gone, 0.0)  # 1, with the gradient of the factor
+    scale = log.detach() if sums.log_scale is None else sums.log_scale + log.detach()
+    weight_sum, noise = (
+        None if x is None else x * y
+        for x, y in ((sums.weight_sum, unit), (sums.noise, unit.detach()))
+    )
+    numerator = sums.numerator * unit.unsqueeze(-1)
+    return sums._replace(numerator=numerator, weight_sum=weight_sum, log_scale=scale, noise=noise)
 
 
 def differences(log_decay: Tensor, queries: int) -> Tensor:

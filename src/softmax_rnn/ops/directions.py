@@ -14,6 +14,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from softmax_rnn.ops.decay import faded
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.row_sums import RowSums, compute_dtype, joined
 from softmax_rnn.ops.inputs import Call
@@ -29,7 +30,8 @@ def both_directions(compute: Callable[[Call], RowSums], call: Call) -> RowSums:
         call = replace(call, q=q, k=k, v=call.v.to(q.dtype))  # features of half types are wider
     sums = compute(replace(call, spec=spec, causal=True, backward_log_decay=None))
     if given.window != 1 and call.q.shape[2] > 1:
-        sums = joined(sums, after(compute, replace(call, spec=later_spec), 1))
+        later = after(compute, replace(call, spec=later_spec), 1)
+        sums = joined(sums, later, given.any_row_scale)
     return sums if given.sums_can_cancel else sums._replace(noise=None)
 
 
@@ -52,7 +54,7 @@ def after(compute: Callable[[Call], RowSums], call: Call, distance: int) -> RowS
     on, with which its sums, or with a decay per channel its queries, are multiplied.
     """
     spec, tokens = call.spec, call.q.shape[2]
-    q, mask, decay, faded = call.q, call.mask, _backward_decay(call), None
+    q, k, v, mask, decay, fading = call.q, call.k, call.v, call.mask, _backward_decay(call), None
 
     def of_queries(x: Tensor) -> Tensor:
         return x[:, :, : tokens - distance].flip(2)
@@ -62,27 +64,26 @@ def after(compute: Callable[[Call], RowSums], call: Call, distance: int) -> RowS
 
     if decay is not None:
         total = F.pad(decay.cumsum(2), (*(0, 0) * (decay.ndim - 3), 1, 0))[:, :, :tokens]
-        faded = (total[:, :, distance:] - total[:, :, : tokens - distance]).flip(2)
-        faded = faded.to(compute_dtype(q.dtype)).repeat_interleave(q.shape[1] // decay.shape[1], 1)
+        fading = (total[:, :, distance:] - total[:, :, : tokens - distance]).flip(2)
+        fading = fading.to(compute_dtype(q.dtype)).repeat_interleave(
+            q.shape[1] // decay.shape[1], 1
+        )
         decay = of_keys(decay)
     q = of_queries(q)
-    if faded is not None and spec.decay == "channel":
-        q, faded = q * faded.exp().to(q.dtype), None
+    if fading is not None and spec.decay == "channel":
+        q, fading = q * fading.exp(), None
+        k, v = k.to(q.dtype), v.to(q.dtype)  # what is left of a query is below the range of float16
     if mask is not None and mask.shape[2] > 1:
         mask = of_queries(mask)
     if mask is not None and mask.shape[3] > 1:
         mask = of_keys(mask.mT).mT
-    k, v = of_keys(call.k), of_keys(call.v)
+    k, v = of_keys(k), of_keys(v)
     later = replace(call, q=q, k=k, v=v, mask=mask, log_decay=decay, backward_log_decay=None)
     later.causal = True
     sums = compute(later)
-    numerator, weight_sum, scale = sums.numerator, sums.weight_sum, sums.log_scale
-    if faded is not None:  # in the logarithm: all that a query sees may have faded as far
-        scale = faded.detach() if scale is None else scale + faded.detach()
-        unit = (faded - faded.detach()).exp()  # 1, with the gradient of the factor
-        numerator = numerator * unit.unsqueeze(-1)
-        weight_sum = None if weight_sum is None else weight_sum * unit
-    found = numerator, weight_sum, scale, sums.noise
+    if fading is not None:
+        sums = faded(sums, fading)
+    found = sums.numerator, sums.weight_sum, sums.log_scale, sums.noise
     numerator, weight_sum, scale, noise = (_in_place(x, tokens) for x in found)
     return RowSums(numerator, weight_sum, scale, noise=noise)
 

@@ -142,7 +142,7 @@ def feature(spec: AttentionSpec, x: Tensor) -> Tensor:
     if spec.feature_map == "elu1":
         return torch.where(x > 0, x + 1, x.exp())
     if spec.feature_map == "relu":
-        return x.clamp(min=0)
+        return x.relu()
     return x / x.norm()
 
 

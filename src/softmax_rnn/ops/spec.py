@@ -315,6 +315,11 @@ class AttentionSpec:
         return self.row_sum == RowSum()
 
     @fact
+    def any_row_scale(self) -> bool:
+        """Whether sums of any size matter: there is a row sum, or a norm that ignores its scale."""
+        return self.row_sum is not None or self.norm == "l2"
+
+    @fact
     def is_quotient(self) -> bool:
         """Whether numerator and denominator scale together, so that small weights matter."""
         rule = self.row_sum

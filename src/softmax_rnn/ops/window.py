@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from softmax_rnn.ops.decay import faded
 from softmax_rnn.ops.directions import after
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.row_sums import (
@@ -56,14 +57,14 @@ def window_and_series(
             shown = taken(near.shown_keys, order, dim=1)[:, None, None]
             near = near.each(lambda _, x: taken(x, order), shown)
     inside, outside = parts_of(spec, q.shape[-1], far_q.shape[-1])
-    unfaded_q, faded = far_q, None  # the decay over the window of each query
+    unfaded_q, fading = far_q, None  # the decay over the window of each query
     if near.log_decay is not None:
         total = near.log_decay.cumsum(2)
-        faded = (total - _shifted(total, spec.window)).to(compute_dtype(q.dtype)).exp()
-        faded = faded[:, :, faded.shape[2] - q.shape[2] :]
-        faded = faded.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        fading = (total - _shifted(total, spec.window)).to(compute_dtype(q.dtype))
+        fading = fading[:, :, fading.shape[2] - q.shape[2] :]
+        fading = fading.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         if spec.decay == "channel":
-            far_q, faded = far_q * faded, None
+            far_q, fading = far_q * fading.exp(), None
     recent = None
     if call.return_state:
         require_memory_to_keep(spec, [near.k, near.v, near.log_decay, near.outside_k])
@@ -98,14 +99,16 @@ def window_and_series(
             return_state=call.return_state,
         )
     )
+    if fading is not None:
+        series_sums = faded(series_sums, fading)
     if not call.causal and spec.window < q.shape[2]:
         later_k = near.k if near.outside_k is None else near.outside_k
         decays |= {"mask": near.mask, "coefficients": call.coefficients}
         later = after(compute, Call(unfaded_q, later_k, near.v, outside, **decays), spec.window)
-        series_sums, faded = joined(later, series_sums, faded), None
+        series_sums = joined(later, series_sums, spec.any_row_scale)
     if not spec.sums_can_cancel:  # as its feature map says, which these keys have had already
         series_sums = series_sums._replace(noise=None, magnitudes=None)
-    factor, alone = faded, None
+    factor = alone = None
     if call.outside_scale is not None:
         scale = call.outside_scale.to(compute_dtype(q.dtype)).unsqueeze(-1)
         if not no_data(scale) and (scale < 0).any():
@@ -114,9 +117,8 @@ def window_and_series(
                 f"{float(scale.detach().min()):.3g}."
             )
         alone = scale.isinf()
-        scale = scale.masked_fill(alone, 1.0)
-        factor = scale if factor is None else scale * factor
-    return joined(window_sums, series_sums, factor, alone), (recent, first)
+        factor = scale.masked_fill(alone, 1.0)
+    return joined(window_sums, series_sums, spec.any_row_scale, factor, alone), (recent, first)
 
 
 class _Keys(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar, cast
@@ -42,26 +43,39 @@ class RowSums(NamedTuple):
 
 
 def joined(
-    near: RowSums, far: RowSums, factor: Tensor | None = None, alone: Tensor | None = None
+    near: RowSums,
+    far: RowSums,
+    quotient: bool,
+    factor: Tensor | None = None,
+    alone: Tensor | None = None,
 ) -> RowSums:
     """The sums of both; those of ``far`` times ``factor``, broadcastable to [B, H, T].
 
-    Where ``alone`` is true, those of ``far`` alone, if there are any.
+    Where ``alone`` is true, those of ``far`` alone, if there are any. ``quotient`` is whether a
+    factor of a row may cancel: then sums of any size count, also beside those of a larger scale.
     """
-    zero = torch.zeros_like(near.numerator[..., 0])
-    scales = [zero if part.log_scale is None else part.log_scale for part in (near, far)]
-    far_empty = _empty(far)
+    scales = [torch.zeros_like(near.numerator[..., 0]) if x is None else x for x in
+              (near.log_scale, far.log_scale)]  # fmt: skip
+    sizes = [_size(near), _size(far)]
     if factor is not None:
-        far_empty = far_empty | (factor == 0)
+        sizes[1] = sizes[1] * factor.detach().abs()
     if alone is not None:
-        alone = alone & ~far_empty
+        alone = alone & (sizes[1] > 0)
         near_sum = None if near.weight_sum is None else near.weight_sum.masked_fill(alone, 0.0)
         hidden = near.numerator.masked_fill(alone.unsqueeze(-1), 0.0)
         near = near._replace(numerator=hidden, weight_sum=near_sum)
-    # If there is no key on one side, the weights on the other may be of any size.
-    largest = torch.where(_empty(near), scales[1], scales[0].maximum(scales[1]))
-    largest = torch.where(far_empty, scales[0], largest)
-    ours, theirs = ((scale - largest).clamp(max=0.0).exp() for scale in scales)
+        sizes[0] = sizes[0].masked_fill(alone, 0.0)
+    largest = scales[0].maximum(scales[1])
+    most = 0.9 * math.log(torch.finfo(largest.dtype).max)
+    if quotient:  # a scale says little: its sums may be of far smaller keys, or 0
+        ours, theirs = (
+            (scale + size.log().clamp(min=-most)).masked_fill(size == 0, -torch.inf)
+            for scale, size in zip(scales, sizes, strict=True)
+        )
+        true = ours.maximum(theirs)
+        largest = torch.where(true == -torch.inf, largest, true)
+    # Sums of 0 count as well: they have gradients.
+    ours, theirs = ((scale - largest).clamp(max=most).exp() for scale in scales)
     theirs = theirs if factor is None else theirs * factor
     numerator = near.numerator * ours.unsqueeze(-1) + far.numerator * theirs.unsqueeze(-1)
     weight_sum = noise = None
@@ -74,10 +88,12 @@ def joined(
     return RowSums(numerator, weight_sum, largest, far.state, noise, far.magnitudes)
 
 
-def _empty(sums: RowSums) -> Tensor:
-    """Which rows are 0: those that see no key, or only keys that have faded."""
-    empty = (sums.numerator == 0).all(-1)
-    return empty if sums.weight_sum is None else empty & (sums.weight_sum == 0)
+def _size(sums: RowSums) -> Tensor:
+    """The largest number of each row [B, H, T]; 0 if it sees no key, or only those of weight 0."""
+    size = torch.linalg.vector_norm(sums.numerator.detach(), torch.inf, dim=-1)
+    if sums.weight_sum is not None:
+        size = size.maximum(sums.weight_sum.detach().abs())
+    return size.nan_to_num(nan=1.0)
 
 
 Backward = TypeVar("Backward", bound=Callable[..., Any])
