@@ -5,8 +5,9 @@ Masks are made for all tokens so far, whatever a layer holds: a layer takes the 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -38,13 +39,15 @@ class KeyValueLayer(CacheLayerMixin):
     """
 
     is_sliding = False
-    is_croppable = False
+    is_croppable = True
     supports_early_init = False
+    record_past = False
 
     def __init__(self, window: int | None = None) -> None:
         super().__init__()
         self.window = window
         self.tokens = 0
+        self.recorded = 0  # tokens since which a window has dropped none
         self.held: dict[str, Tensor] = {}
         # [B, N] of the held tokens; None if they are the last ones as they came.
         self.shown: Tensor | None = None
@@ -56,7 +59,9 @@ class KeyValueLayer(CacheLayerMixin):
 
         :meth:`forget` then drops those that no later token sees.
         """
-        self.tokens += key_states.shape[2]
+        new = key_states.shape[2]
+        self.tokens += new
+        self.recorded = self.recorded + new if self.record_past else 0
         return self._extend("keys", key_states), self._extend("values", value_states)
 
     def extend(self, others: Tensor) -> Tensor:
@@ -79,11 +84,21 @@ class KeyValueLayer(CacheLayerMixin):
         """Drop the tokens that later ones do not see.
 
         ``mask`` [B or 1, 1, 1, S] shows the tokens that count in the window; ``None`` for all.
+        While the past is recorded, :meth:`crop` drops them.
         """
         if self.window is None:
             return
         known = self.held["keys"].shape[2]
         shown = None if mask is None else mask[:, 0, 0].expand(len(self.held["keys"]), known)
+        if self.record_past:
+            self.shown = shown
+        else:
+            self._shorten(shown)
+
+    def _shorten(self, shown: Tensor | None) -> None:
+        """Drop the tokens outside the window, of which ``shown`` [B, N] count in it."""
+        assert self.window is not None
+        known = self.held["keys"].shape[2]
         order = None if shown is None else hidden_first(shown)
         if shown is not None and order is not None:
             self.held = {name: taken(x, order) for name, x in self.held.items()}
@@ -134,14 +149,34 @@ class KeyValueLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Delete everything."""
-        self.tokens, self.held, self.shown = 0, {}, None
+        self.tokens, self.recorded, self.held, self.shown = 0, 0, {}, None
 
-    def crop(self, *_: Any) -> NoReturn:
-        """Raise an error: a window does not hold the keys that would become visible again."""
-        raise ValueError(
-            "The cache of a converted model cannot be cropped. Assisted decoding needs a "
-            "DynamicCache: leave past_key_values out."
-        )
+    def activate_past_recording(self) -> None:
+        """Drop no tokens from the window before :meth:`crop`."""
+        self.record_past = True
+
+    @property
+    def removable(self) -> int:
+        """How many tokens :meth:`crop` can take back."""
+        return self.tokens if self.window is None else self.recorded
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back up to :attr:`removable` tokens, a number <= 0."""
+        self.tokens += tokens_to_remove
+        self.recorded = 0
+        if not self.held:
+            return
+        left = self.held["keys"].shape[2] + tokens_to_remove
+        self.held = {name: x[:, :, :left] for name, x in self.held.items()}
+        self.shown = None if self.shown is None else self.shown[:, :left]
+        if self.window is not None:
+            self._shorten(self.shown)
+
+    def copied(self) -> Self:
+        """A layer of its own with the same keys and values."""
+        twin = copy.copy(self)
+        twin.held = dict(self.held)  # tensors are replaced, not changed
+        return twin
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select rows of the batch, for beam search."""

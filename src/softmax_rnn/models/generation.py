@@ -11,11 +11,15 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
-# Settings of generation that name a cache, and of assisted decoding, which crops its cache.
-_CHOOSE_A_CACHE = (
-    *("past_key_values", "cache_implementation", "is_assistant"),
-    *("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"),
-)
+from softmax_rnn.models.cache import RecurrentCache
+
+# Settings of generation that name a cache.
+_CHOOSE_A_CACHE: tuple[str, ...] = ("past_key_values", "cache_implementation")
+# And of assisted decoding, which takes tokens back. Older versions of transformers ask no cache to
+# record them, and crop to a length: they need keys and values.
+if not hasattr(Cache, "activate_past_recording"):
+    _CHOOSE_A_CACHE += ("is_assistant", "assistant_model")
+    _CHOOSE_A_CACHE += ("assistant_early_exit", "prompt_lookup_num_tokens")
 
 
 def with_own_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,4 +64,11 @@ class OwnCacheGeneration(GenerationMixin):
         if setting("use_cache") is not False and not chosen:
             cache = self.new_cache()
             kwargs |= {"use_cache": False} if cache is None else {"past_key_values": cache}
-        return super().generate(inputs, *args, **kwargs)
+            if cache is not None and setting("is_assistant"):
+                cache.activate_past_recording()
+        cache = kwargs.get("past_key_values")
+        recorded = isinstance(cache, RecurrentCache) and cache.record_past
+        out = super().generate(inputs, *args, **kwargs)
+        if isinstance(cache, RecurrentCache) and not recorded and not setting("is_assistant"):
+            cache.end_past_recording()  # else it would grow with every later token
+        return out
