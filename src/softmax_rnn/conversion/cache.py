@@ -47,10 +47,12 @@ class KeyValueLayer(CacheLayerMixin):
         super().__init__()
         self.window = window
         self.tokens = 0
-        self.recorded = 0  # tokens since which a window has dropped none
         self.held: dict[str, Tensor] = {}
         # [B, N] of the held tokens; None if they are the last ones as they came.
         self.shown: Tensor | None = None
+        # Of a window: what it held before the recorded tokens, and these with their masks.
+        self._before: Any = None
+        self._past: list[dict[str, Any]] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
@@ -59,9 +61,13 @@ class KeyValueLayer(CacheLayerMixin):
 
         :meth:`forget` then drops those that no later token sees.
         """
-        new = key_states.shape[2]
-        self.tokens += new
-        self.recorded = self.recorded + new if self.record_past else 0
+        if not self.record_past or self.window is None:
+            self._past = []
+        else:
+            if not self._past:
+                self._before = self.tokens, dict(self.held), self.shown
+            self._past = [*self._past, {"mask": None}]
+        self.tokens += key_states.shape[2]
         return self._extend("keys", key_states), self._extend("values", value_states)
 
     def extend(self, others: Tensor) -> Tensor:
@@ -71,6 +77,8 @@ class KeyValueLayer(CacheLayerMixin):
     def _extend(self, name: str, new: Tensor) -> Tensor:
         known = torch.cat((self.held[name], new), dim=2) if name in self.held else new
         self.held[name] = known
+        if self._past:
+            self._past[-1][name] = new
         return known
 
     def mask(self, mask: Tensor | None, new: int) -> Tensor:
@@ -84,21 +92,13 @@ class KeyValueLayer(CacheLayerMixin):
         """Drop the tokens that later ones do not see.
 
         ``mask`` [B or 1, 1, 1, S] shows the tokens that count in the window; ``None`` for all.
-        While the past is recorded, :meth:`crop` drops them.
         """
         if self.window is None:
             return
+        if self._past:
+            self._past[-1]["mask"] = mask
         known = self.held["keys"].shape[2]
         shown = None if mask is None else mask[:, 0, 0].expand(len(self.held["keys"]), known)
-        if self.record_past:
-            self.shown = shown
-        else:
-            self._shorten(shown)
-
-    def _shorten(self, shown: Tensor | None) -> None:
-        """Drop the tokens outside the window, of which ``shown`` [B, N] count in it."""
-        assert self.window is not None
-        known = self.held["keys"].shape[2]
         order = None if shown is None else hidden_first(shown)
         if shown is not None and order is not None:
             self.held = {name: taken(x, order) for name, x in self.held.items()}
@@ -149,28 +149,40 @@ class KeyValueLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Delete everything."""
-        self.tokens, self.recorded, self.held, self.shown = 0, 0, {}, None
+        self.tokens, self.held, self.shown, self._past = 0, {}, None, []
 
     def activate_past_recording(self) -> None:
-        """Drop no tokens from the window before :meth:`crop`."""
+        """Keep what a window holds before the next tokens, and these."""
         self.record_past = True
 
     @property
     def removable(self) -> int:
         """How many tokens :meth:`crop` can take back."""
-        return self.tokens if self.window is None else self.recorded
+        recorded = sum(call["keys"].shape[2] for call in self._past)
+        return self.tokens if self.window is None else recorded
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back up to :attr:`removable` tokens, a number <= 0."""
-        self.tokens += tokens_to_remove
-        self.recorded = 0
-        if not self.held:
+        kept, past, self._past = self.removable + tokens_to_remove, self._past, []
+        if not tokens_to_remove:
             return
-        left = self.held["keys"].shape[2] + tokens_to_remove
-        self.held = {name: x[:, :, :left] for name, x in self.held.items()}
-        self.shown = None if self.shown is None else self.shown[:, :left]
-        if self.window is not None:
-            self._shorten(self.shown)
+        if self.window is None:
+            self.tokens = kept
+            self.held = {name: x[:, :, :kept] for name, x in self.held.items()}
+            return
+        self.tokens, held, self.shown = self._before
+        self.held = dict(held)
+        for call in past:
+            new = call["keys"].shape[2]
+            tokens = min(kept, new)
+            kept -= tokens
+            if tokens > 0:
+                self.tokens += tokens
+                mask = call["mask"]
+                for name, x in call.items():
+                    if name != "mask":
+                        self._extend(name, x[:, :, :tokens])
+                self.forget(mask if mask is None else mask[..., : mask.shape[-1] - new + tokens])
 
     def copied(self) -> Self:
         """A layer of its own with the same keys and values."""
@@ -190,7 +202,7 @@ class KeyValueLayer(CacheLayerMixin):
 
     def _select(self, rows: Callable[[Tensor], Tensor]) -> None:
         self.held = {name: rows(x) for name, x in self.held.items()}
-        self.shown = None if self.shown is None else rows(self.shown)
+        self.shown, self._past = None if self.shown is None else rows(self.shown), []
 
 
 def with_earlier(

@@ -13,13 +13,19 @@ from transformers.cache_utils import Cache
 
 from softmax_rnn.models.cache import RecurrentCache
 
-# Settings of generation that name a cache.
-_CHOOSE_A_CACHE: tuple[str, ...] = ("past_key_values", "cache_implementation")
-# And of assisted decoding, which takes tokens back. Older versions of transformers ask no cache to
-# record them, and crop to a length: they need keys and values.
-if not hasattr(Cache, "activate_past_recording"):
-    _CHOOSE_A_CACHE += ("is_assistant", "assistant_model")
-    _CHOOSE_A_CACHE += ("assistant_early_exit", "prompt_lookup_num_tokens")
+
+def chosen_by(undo: bool) -> tuple[str, ...]:
+    """Settings of ``generate`` with which transformers chooses the cache.
+
+    Without ``undo`` also those of assisted decoding: older versions of transformers ask no cache to
+    record tokens that may be taken back, and crop to a length, as keys and values allow.
+    """
+    named = ("past_key_values", "cache_implementation")
+    assisted = ("is_assistant", "assistant_model", "assistant_early_exit")
+    return named if undo else (*named, *assisted, "prompt_lookup_num_tokens")
+
+
+_CHOOSE_A_CACHE = chosen_by(undo=hasattr(Cache, "activate_past_recording"))
 
 
 def with_own_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
