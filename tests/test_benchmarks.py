@@ -23,6 +23,7 @@ SMALL = {
     "step": ["--batch", "1"],
     "prepare": ["--megabytes", "0.3", "--workers", "1", "--kills", "0"],
     "decode": ["--lengths", "16", "40", "--new-tokens", "2"],
+    "prefix": ["--tokens", "60", "--piece", "20", "--variants", "softmax", "taylor:2"],
 }
 
 
@@ -41,6 +42,8 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "choice.SHORT": ((16,), (4,)),
         "choice.LONG": ((64, 300), (4,), (1, 2)),
         "decode.BATCHES": {1: 100, 2: 20},
+        "prefix.QUESTIONS": 2,
+        "prefix.DRAFTS": 1,
         "recurrence.STREAM": {"heads": 1, "width": 4, "order": 2, "tokens": 600, "piece": 10},
         "recurrence.TOKENS": 3,
     }.items():
@@ -80,6 +83,12 @@ def test_results_are_whole_and_fill_the_page(results: Path, tmp_path: Path) -> N
     assert caches["softmax"]["cache_bytes"] == caches["llama"]["cache_bytes"]
     assert caches["taylor:2 compiled"]["cache_bytes"] == caches["taylor:2"]["cache_bytes"]
     assert caches["llama compiled"]["cache_bytes"] > caches["llama"]["cache_bytes"]
+
+    prefixes = {row["name"]: row for row in found["prefix"]["prefixes"]}
+    assert prefixes["softmax"]["cache_bytes"] == 60 * 2 * 2 * 64 * 4  # keys and values, two layers
+    assert prefixes["softmax"]["batch_bytes"] == 2 * (60 + 29) * 2 * 2 * 64 * 4
+    assert prefixes["taylor:2"]["batch_bytes"] == 2 * prefixes["taylor:2"]["cache_bytes"]
+    assert [row["name"] for row in found["prefix"]["undo"]] == ["taylor:2"]
 
     page = runpy.run_path(str(ROOT / "docs" / "performance.py"))
     loaded = page["load"](results)

@@ -72,7 +72,6 @@ def test_generation_takes_states_unless_they_outweigh_the_model() -> None:
     ],
 )
 def test_assisted_decoding_is_greedy(name: str, options: dict, batch: dict) -> None:
-    """Proposed tokens are taken back, of which a sum is not capable."""
     model, ids = build(name), batch["input_ids"][:1]
     greedy = {**GREEDY, "eos_token_id": 60}  # transformers 5.6 looks for one among the proposed
     expected = model.generate(ids, **greedy)
@@ -80,17 +79,6 @@ def test_assisted_decoding_is_greedy(name: str, options: dict, batch: dict) -> N
     if draft is not None:
         options = {"assistant_model": build(draft, num_hidden_layers=1)}
     assert torch.equal(model.generate(ids, **greedy, **options), expected)
-
-
-def test_assisted_decoding_refuses_a_recurrent_cache() -> None:
-    model = build("taylor:2")
-    with pytest.raises(ValueError, match="Assisted decoding needs a key/value cache: leave"):
-        model.generate(
-            torch.tensor([[1, 2, 3, 1, 2, 3]]),
-            **{**GREEDY, "eos_token_id": 60},
-            prompt_lookup_num_tokens=3,
-            past_key_values=sr.RecurrentCache(),
-        )
 
 
 def test_the_size_does_not_grow_with_the_text() -> None:
@@ -326,8 +314,6 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="infinitely many powers"):
         build("softmax")(ids, past_key_values=cache)
     build("taylor:2")(ids, past_key_values=cache)
-    with pytest.raises(ValueError, match="cannot be cropped"):
-        cache.crop(1)
     with pytest.raises(ValueError, match="belongs to another spec"):
         build("taylor:3")(ids, past_key_values=cache)
     with pytest.raises(ValueError, match="is empty"):

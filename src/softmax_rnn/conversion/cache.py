@@ -5,8 +5,9 @@ Masks are made for all tokens so far, whatever a layer holds: a layer takes the 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -38,8 +39,9 @@ class KeyValueLayer(CacheLayerMixin):
     """
 
     is_sliding = False
-    is_croppable = False
+    is_croppable = True
     supports_early_init = False
+    record_past = False
 
     def __init__(self, window: int | None = None) -> None:
         super().__init__()
@@ -48,6 +50,9 @@ class KeyValueLayer(CacheLayerMixin):
         self.held: dict[str, Tensor] = {}
         # [B, N] of the held tokens; None if they are the last ones as they came.
         self.shown: Tensor | None = None
+        # Of a window: what it held before the recorded tokens, and these with their masks.
+        self._before: Any = None
+        self._past: list[dict[str, Any]] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
@@ -56,6 +61,12 @@ class KeyValueLayer(CacheLayerMixin):
 
         :meth:`forget` then drops those that no later token sees.
         """
+        if not self.record_past or self.window is None:
+            self._past = []
+        else:
+            if not self._past:
+                self._before = self.tokens, dict(self.held), self.shown
+            self._past = [*self._past, {"mask": None}]
         self.tokens += key_states.shape[2]
         return self._extend("keys", key_states), self._extend("values", value_states)
 
@@ -66,6 +77,8 @@ class KeyValueLayer(CacheLayerMixin):
     def _extend(self, name: str, new: Tensor) -> Tensor:
         known = torch.cat((self.held[name], new), dim=2) if name in self.held else new
         self.held[name] = known
+        if self._past:
+            self._past[-1][name] = new
         return known
 
     def mask(self, mask: Tensor | None, new: int) -> Tensor:
@@ -82,6 +95,8 @@ class KeyValueLayer(CacheLayerMixin):
         """
         if self.window is None:
             return
+        if self._past:
+            self._past[-1]["mask"] = mask
         known = self.held["keys"].shape[2]
         shown = None if mask is None else mask[:, 0, 0].expand(len(self.held["keys"]), known)
         order = None if shown is None else hidden_first(shown)
@@ -134,14 +149,46 @@ class KeyValueLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Delete everything."""
-        self.tokens, self.held, self.shown = 0, {}, None
+        self.tokens, self.held, self.shown, self._past = 0, {}, None, []
 
-    def crop(self, *_: Any) -> NoReturn:
-        """Raise an error: a window does not hold the keys that would become visible again."""
-        raise ValueError(
-            "The cache of a converted model cannot be cropped. Assisted decoding needs a "
-            "DynamicCache: leave past_key_values out."
-        )
+    def activate_past_recording(self) -> None:
+        """Keep what a window holds before the next tokens, and these."""
+        self.record_past = True
+
+    @property
+    def removable(self) -> int:
+        """How many tokens :meth:`crop` can take back."""
+        recorded = sum(call["keys"].shape[2] for call in self._past)
+        return self.tokens if self.window is None else recorded
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back up to :attr:`removable` tokens, a number <= 0."""
+        kept, past, self._past = self.removable + tokens_to_remove, self._past, []
+        if not tokens_to_remove:
+            return
+        if self.window is None:
+            self.tokens = kept
+            self.held = {name: x[:, :, :kept] for name, x in self.held.items()}
+            return
+        self.tokens, held, self.shown = self._before
+        self.held = dict(held)
+        for call in past:
+            new = call["keys"].shape[2]
+            tokens = min(kept, new)
+            kept -= tokens
+            if tokens > 0:
+                self.tokens += tokens
+                mask = call["mask"]
+                for name, x in call.items():
+                    if name != "mask":
+                        self._extend(name, x[:, :, :tokens])
+                self.forget(mask if mask is None else mask[..., : mask.shape[-1] - new + tokens])
+
+    def copied(self) -> Self:
+        """A layer of its own with the same keys and values."""
+        twin = copy.copy(self)
+        twin.held = dict(self.held)  # tensors are replaced, not changed
+        return twin
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select rows of the batch, for beam search."""
@@ -155,7 +202,7 @@ class KeyValueLayer(CacheLayerMixin):
 
     def _select(self, rows: Callable[[Tensor], Tensor]) -> None:
         self.held = {name: rows(x) for name, x in self.held.items()}
-        self.shown = None if self.shown is None else rows(self.shown)
+        self.shown, self._past = None if self.shown is None else rows(self.shown), []
 
 
 def with_earlier(

@@ -7,6 +7,7 @@ function that transformers' ``AttentionInterface`` has under the name ``CONVERTE
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -225,11 +226,9 @@ class ConvertedLayer(AttentionCore):
         projected = self.project(what.query, what.key, what.value, inputs, cache)
         if what.sinks is not None:
             options["sink"] = what.sinks
-        if isinstance(cache, StateLayer):
-            options |= {"state": cache.state, "return_state": True}
-            out, cache.state = self.attend(inputs.hidden_states, projected, **options)
-        else:
-            out = self.attend(inputs.hidden_states, projected, **options)
+        recurrent = isinstance(cache, StateLayer)
+        attend = functools.partial(cache.attend, self) if recurrent else self.attend
+        out = attend(inputs.hidden_states, projected, **options)
         return self.join(out).unflatten(-1, (out.shape[1], out.shape[3]))
 
     def _visible(

@@ -183,9 +183,10 @@ class ConvertedModel(PreTrainedModel):
         window holds its last keys, and every other one all keys. If no layer has anything of its
         own, it is transformers' ``DynamicCache``.
         """
-        records = self.config.converted_layers
         usual = DynamicCache(config=self.config)
         layers: list[Any] = list(usual.layers)
+        every = [x.record for x in self.modules() if isinstance(x, ConvertedLayer)]
+        records = [record for record in every if record.index < len(layers)]  # of an early exit
         sizes = {record.index: _state_bytes(record, self.dtype) for record in records}
         total = sum(size or 0 for size in sizes.values())
         large = total > self.num_parameters() * self.dtype.itemsize

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,11 +81,8 @@ class LlamaAttention(Attention):
         if mask is not None:
             options["causal"] = self._is_causal(mask, projected, past_key_values)
             require_first_keys(self.spec, mask)
-        if recurrent is None:
-            out = self.attend(hidden_states, projected, **options)
-        else:
-            options |= {"state": state, "return_state": True}
-            out, recurrent.state = self.attend(hidden_states, projected, **options)
+        attend = self.attend if recurrent is None else partial(recurrent.attend, self)
+        out = attend(hidden_states, projected, **options)
         return self.merge(out), None
 
     def _each_segment(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -17,8 +18,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from softmax_rnn._utils.files import file_aside
 from softmax_rnn.ops import (
     FEATURE_MAPS,
+    AttentionCore,
     AttentionSpec,
     LayerOptions,
+    Projected,
     State,
     compute_dtype,
     key_widths,
@@ -49,6 +52,8 @@ class RecurrentCache(Cache):
         >>> out = model.generate(ids, past_key_values=RecurrentCache(), max_new_tokens=100)
     """
 
+    record_past = False
+
     def __init__(self, static: bool = False, layers: list[Any] | None = None) -> None:
         kind = {"layer_class_to_replicate": RecurrentLayer} if layers is None else {}
         super().__init__(layers=layers, **kind)
@@ -63,7 +68,84 @@ class RecurrentCache(Cache):
         """The layer ``index``, created on first use."""
         while len(self.layers) <= index:
             self.layers.append(RecurrentLayer(self.static))
+            self.layers[-1].record_past = self.record_past
         return self.layers[index]
+
+    def activate_past_recording(self) -> None:
+        """From now on, keep what :meth:`crop` needs to take tokens back; ``crop`` drops it."""
+        self._record_past(True)
+
+    def end_past_recording(self) -> None:
+        """Keep nothing more for :meth:`crop`, which still takes back what was recorded."""
+        self._record_past(False)
+
+    def _record_past(self, recording: bool) -> None:
+        self.record_past = recording
+        for layer in self.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = recording
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens back, as if they had never come: ``crop(-3)`` takes back three.
+
+        A state needs the tokens since :meth:`activate_past_recording` or the last ``crop``, and so
+        does a window. ``crop(0)`` takes nothing back, and drops what was recorded.
+
+        Raises:
+            ValueError: before anything changes, for a positive number, or more tokens than were
+                recorded, or a layer of a family's own kind that cannot take tokens back.
+        """
+        count = tokens_to_remove
+        if isinstance(count, bool) or not isinstance(count, int) or count > 0:
+            raise ValueError(
+                "crop takes the number of tokens to take back as an integer <= 0, such as -3, not "
+                f"{count!r}."
+            )
+        own = [layer for layer in self.layers if type(layer) in LAYERS.values()]
+        others = [layer for layer in self.layers if type(layer) not in LAYERS.values()]
+        for layer in others if count else ():
+            if not layer.is_croppable:
+                raise ValueError(f"A {type(layer).__name__} cannot take tokens back.")
+        most = min((layer.removable for layer in own), default=-count if others else 0)
+        if -count > most:
+            raise ValueError(
+                f"crop({count}) takes back {-count} tokens, but only {most} can be taken back: "
+                "those since activate_past_recording(), the last crop, or a change of the batch."
+            )
+        for layer in (*others, *own):
+            layer.crop(count)
+
+    def snapshot(self) -> RecurrentCache:
+        """A cache of its own with the same tokens: what comes after them changes only one of both.
+
+        States, keys and values are shared, since nothing changes them in place. Those of a static
+        cache, or of a layer of a family's own kind, are copied.
+        """
+        twin = copy.copy(self)
+        twin.layers = [_copied(layer) for layer in self.layers]
+        return twin
+
+    def restore(self, snapshot: RecurrentCache) -> None:
+        """Become what another cache of this model is; a static cache keeps its addresses.
+
+        Raises:
+            ValueError: for something else than a cache with layers of the same kinds.
+        """
+        kinds = [
+            [type(layer).__name__ for layer in getattr(x, "layers", [])] for x in (self, snapshot)
+        ]
+        if not isinstance(snapshot, RecurrentCache) or (all(kinds) and kinds[0] != kinds[1]):
+            raise ValueError(
+                f"restore takes a snapshot of a cache of this model, with the layers {kinds[0]}, "
+                f"not a {type(snapshot).__name__} with {kinds[1]}."
+            )
+        if not self.static:
+            self.__dict__.update(vars(snapshot.snapshot()))
+            return
+        if not snapshot.layers:
+            self.reset()
+        for index, layer in enumerate(snapshot.layers):
+            self.layer(index).state = layer.state
 
     @property
     def nbytes(self) -> int:
@@ -123,13 +205,18 @@ class RecurrentLayer(CacheLayerMixin):
     """The state of one layer, for transformers' generation."""
 
     is_sliding = False
-    is_croppable = False
+    is_croppable = True
     supports_early_init = False
+    record_past = False
+    _state: State | None = None
+    # The state before the recorded tokens, and the arguments of :meth:`attend` since.
+    _before: State | None
+    _past: list[tuple[AttentionCore, Tensor, Projected, dict[str, Any]]]
 
     def __init__(self, static: bool = False) -> None:
         super().__init__()
         self.is_compileable = static
-        self._state: State | None = None
+        self.state = None
 
     @property
     def state(self) -> State | None:
@@ -144,6 +231,57 @@ class RecurrentLayer(CacheLayerMixin):
             self._state = new.fixed()
         else:
             self._state.update_(new)
+        self._before, self._past = None, []  # of another state
+
+    def attend(
+        self, core: AttentionCore, hidden_states: Tensor, projected: Projected, **options: Any
+    ) -> Tensor:
+        """``core.attend`` of the tokens after the state, which then is the state after them."""
+        before, past = self._before, self._past
+        if self.record_past and not past:
+            before = self._kept()
+        out, self.state = core.attend(
+            hidden_states, projected, state=self.state, return_state=True, **options
+        )
+        if self.record_past:
+            self._before, self._past = before, [*past, (core, hidden_states, projected, options)]
+        return out
+
+    def _kept(self) -> State | None:
+        """The state as it is now; one at fixed addresses would change."""
+        return self.state.fixed() if self.state is not None and self.is_compileable else self.state
+
+    def activate_past_recording(self) -> None:
+        """Keep the state before the next tokens, and what it takes to compute those again."""
+        self.record_past = True
+
+    @property
+    def removable(self) -> int:
+        """How many tokens :meth:`crop` can take back."""
+        return sum(projected.q.shape[2] for _, _, projected, _ in self._past)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back up to :attr:`removable` tokens, a number <= 0: those before are added again."""
+        kept, state, past = self.removable + tokens_to_remove, self._before, self._past
+        if not tokens_to_remove:
+            state, past = self.state, []
+        for core, hidden_states, projected, options in past:
+            tokens = min(kept, projected.q.shape[2])
+            if tokens > 0:
+                mask = options.get("mask")
+                shown = None if mask is None else mask[..., :tokens]
+                options = {**options, "mask": shown, "state": state, "return_state": True}
+                _, state = core.attend(
+                    hidden_states[:, :tokens], projected.first(tokens), **options
+                )
+            kept -= tokens
+        self.state = state
+
+    def copied(self) -> Self:
+        """A layer of its own with the same state."""
+        twin = copy.copy(self)
+        twin._state = self._kept()
+        return twin
 
     def update(self, *_: Any, **__: Any) -> NoReturn:
         """Raise an error: attention updates a state, keys and values do not."""
@@ -196,13 +334,6 @@ class RecurrentLayer(CacheLayerMixin):
         """Delete the state."""
         self.state = None
 
-    def crop(self, *_: Any) -> NoReturn:
-        """Raise an error: tokens cannot be removed from a sum."""
-        raise ValueError(
-            "A recurrent cache cannot be cropped: its state is a sum over all tokens. Assisted "
-            "decoding needs a key/value cache: leave past_key_values out, or give a DynamicCache."
-        )
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select rows of the batch, for beam search."""
         if self.state is not None:
@@ -226,6 +357,23 @@ _TENSORS = ("keys", "values", "conv_states", "recurrent_states")
 def cache_bytes(cache: Cache) -> int:
     """The size of a cache's tensors, of any kind."""
     return sum(_layer_bytes(layer) for layer in cache.layers)
+
+
+def _copied(layer: Any) -> Any:
+    """A layer of its own with the same content, of any kind."""
+    if type(layer) in LAYERS.values():
+        return layer.copied()
+    twin = copy.copy(layer)  # some change their tensors in place
+    twin.__dict__.update({name: _cloned(value) for name, value in vars(layer).items()})
+    return twin
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _cloned(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_cloned, value))
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _layer_bytes(layer: Any) -> int:

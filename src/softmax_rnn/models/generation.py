@@ -11,11 +11,21 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
-# Settings of generation that name a cache, and of assisted decoding, which crops its cache.
-_CHOOSE_A_CACHE = (
-    *("past_key_values", "cache_implementation", "is_assistant"),
-    *("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"),
-)
+from softmax_rnn.models.cache import RecurrentCache
+
+
+def chosen_by(undo: bool) -> tuple[str, ...]:
+    """Settings of ``generate`` with which transformers chooses the cache.
+
+    Without ``undo`` also those of assisted decoding: older versions of transformers ask no cache to
+    record tokens that may be taken back, and crop to a length, as keys and values allow.
+    """
+    named = ("past_key_values", "cache_implementation")
+    assisted = ("is_assistant", "assistant_model", "assistant_early_exit")
+    return named if undo else (*named, *assisted, "prompt_lookup_num_tokens")
+
+
+_CHOOSE_A_CACHE = chosen_by(undo=hasattr(Cache, "activate_past_recording"))
 
 
 def with_own_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,4 +70,11 @@ class OwnCacheGeneration(GenerationMixin):
         if setting("use_cache") is not False and not chosen:
             cache = self.new_cache()
             kwargs |= {"use_cache": False} if cache is None else {"past_key_values": cache}
-        return super().generate(inputs, *args, **kwargs)
+            if cache is not None and setting("is_assistant"):
+                cache.activate_past_recording()
+        cache = kwargs.get("past_key_values")
+        recorded = isinstance(cache, RecurrentCache) and cache.record_past
+        out = super().generate(inputs, *args, **kwargs)
+        if isinstance(cache, RecurrentCache) and not recorded and not setting("is_assistant"):
+            cache.end_past_recording()  # else it would grow with every later token
+        return out

@@ -16,7 +16,7 @@ from softmax_rnn.ops.forms.row_sums import compute_dtype
 from softmax_rnn.ops.inputs import is_per_key
 from softmax_rnn.ops.layer.decays import LayerDecay, decay_of
 from softmax_rnn.ops.layer.maps import LAYER_MAPS, LayerMap, key_widths
-from softmax_rnn.ops.layer.parts import LayerPart
+from softmax_rnn.ops.layer.parts import LayerPart, last_inputs
 from softmax_rnn.ops.norms import normalized
 from softmax_rnn.ops.options import LayerOptions
 from softmax_rnn.ops.spec import AttentionSpec
@@ -40,7 +40,8 @@ class Projected(NamedTuple):
         v: values [B, Hkv, T, E], after the input gate.
         log_decay: [Hkv], [B, Hkv, T], [B, Hkv, T, D] or ``None``.
         ungated: values before the input gate.
-        inputs: the last inputs of a short convolution, for the next tokens.
+        inputs: those of a short convolution of width W, [B, W - 1 + T, channels]: of these tokens
+            and of the last ones before them.
         outside_q: with ``outside="series"`` and a feature map, the mapped queries [B, H, T, F].
         outside_k: the mapped keys [B, Hkv, T, F], likewise.
     """
@@ -53,6 +54,17 @@ class Projected(NamedTuple):
     inputs: Tensor | None
     outside_q: Tensor | None = None
     outside_k: Tensor | None = None
+
+    def first(self, tokens: int) -> Projected:
+        """The same of the first tokens alone."""
+        removed = self.q.shape[2] - tokens
+
+        def cut(name: str, x: Any) -> Any:
+            if x is None or x.ndim == 1:  # decays per head
+                return x
+            return x[:, : x.shape[1] - removed] if name == "inputs" else x[:, :, :tokens]
+
+        return Projected(**{name: cut(name, x) for name, x in self._asdict().items()})
 
 
 class Mapped(NamedTuple):
@@ -257,7 +269,11 @@ class AttentionCore(LayerPart):
                 out = out * (gate if gate.ndim == 4 else gate.unsqueeze(-1)).to(out.dtype)
         if state is None:
             return out
-        return out, dataclasses.replace(state, inputs=projected.inputs)
+        inputs = projected.inputs
+        if inputs is not None:
+            shown = None if mask is None else mask[(None,) * (4 - mask.ndim)][:, 0, 0]
+            inputs = last_inputs(inputs, shown, projected.q.shape[2])
+        return out, dataclasses.replace(state, inputs=inputs)
 
     def _gate(self, hidden_states: Tensor) -> Tensor | None:
         """The output gate, [B, H, T] or per channel [B, H, T, head_dim]."""

@@ -54,29 +54,49 @@ class ShortConvolution(LayerPart):
             earlier: the last tokens before them [B, width - 1, C]; by default zeros.
 
         Returns:
-            The result [B, T, C], and the last tokens for the next call.
+            The result [B, T, C], and the earlier and new tokens as they came, hidden ones as zeros,
+            [B, width - 1 + T, C], of which :func:`last_inputs` are for the next call.
         """
         x = _visible(x, shown)
         if earlier is None:
             earlier = x.new_zeros(len(x), self.kernel.shape[1] - 1, x.shape[-1])
-        padded, order = torch.cat((earlier.to(x.dtype), x), dim=1), None
-        if shown is not None:
-            known = shown.new_ones(len(x), earlier.shape[1])
-            order = hidden_first(torch.cat((known, shown.expand(len(x), -1)), dim=1))
-            padded = padded if order is None else taken(padded, order, dim=1)
+        inputs = torch.cat((earlier.to(x.dtype), x), dim=1)
         kernel = self.kernel.to(x.dtype).unsqueeze(1)
         if not x.numel():  # convolutions need an output
-            return x, padded[:, x.shape[1] :].clone()
+            return x, inputs
+        order = _order(inputs, shown, x.shape[1])
+        padded = inputs if order is None else taken(inputs, order, dim=1)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         out = F.conv1d(padded.mT, kernel, bias, groups=len(kernel)).mT
         if order is not None:
             before = earlier.shape[1]
             out = taken(out, (order.argsort(dim=1)[:, before:] - before).clamp(min=0), dim=1)
-        return out, padded[:, x.shape[1] :].clone()
+        return out, inputs
 
     def before(self, x: Tensor, shown: Tensor | None, group: Any) -> Tensor:
         """The tokens before x, of the process before this one in ``group``."""
         return previous_tail(_visible(x, shown), self.kernel.shape[1] - 1, group)
+
+
+def last_inputs(inputs: Tensor, shown: Tensor | None, tokens: int) -> Tensor:
+    """The last inputs of a convolution, [B, width - 1, C], visible ones after hidden ones.
+
+    Args:
+        inputs: of the earlier and the new tokens, [B, width - 1 + T, C].
+        shown: which of the new tokens are visible, [B or 1, T].
+        tokens: T.
+    """
+    order = _order(inputs, shown, tokens)
+    inputs = inputs if order is None else taken(inputs, order, dim=1)
+    return inputs[:, tokens:].clone()
+
+
+def _order(inputs: Tensor, shown: Tensor | None, tokens: int) -> Tensor | None:
+    """The order of inputs [B, width - 1 + T, C] in which hidden tokens come before all others."""
+    if shown is None:
+        return None
+    known = shown.new_ones(len(inputs), inputs.shape[1] - tokens)
+    return hidden_first(torch.cat((known, shown.expand(len(inputs), tokens)), dim=1))
 
 
 def _visible(x: Tensor, shown: Tensor | None) -> Tensor:
