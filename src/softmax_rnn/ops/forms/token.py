@@ -18,11 +18,22 @@ from torch.autograd import forward_ad
 
 from softmax_rnn.ops.finite import within_range
 from softmax_rnn.ops.forms.cpu import token as native_token
+from softmax_rnn.ops.forms.cpu.token import Features, Inverse
 from softmax_rnn.ops.forms.first_order import unreadable
 from softmax_rnn.ops.inputs import Call
 from softmax_rnn.ops.monomials import degrees
 from softmax_rnn.ops.spec import AttentionSpec, Decay, FeatureMap, Series
 from softmax_rnn.ops.state import State, next_state
+
+__all__ = [
+    "Features",
+    "Inverse",
+    "Weights",
+    "after_another",
+    "after_state",
+    "like_the_last",
+    "softmax",
+]
 
 
 def softmax(call: Call) -> Tensor | None:
@@ -42,7 +53,7 @@ def after_state(call: Call) -> tuple[Tensor, State] | None:
     """The output for a token and the state after it; ``None`` if it is not certain."""
     state = call.state
     assert state is not None
-    return _found(native_token.step(call), state)
+    return _found(native_token.step(call), call.spec, state)
 
 
 # What a token has in common with the one that made its state: what was checked of that one holds.
@@ -55,8 +66,8 @@ def like_the_last(q: Tensor, k: Tensor, v: Tensor, state: State) -> native_token
     For attentions without a decay, whose tokens have no arguments but those of
     :func:`after_another`, and without a mask.
     """
-    found = _ALIKE.get(state)
-    if found is None or found.spec.decay != "none" or unreadable():
+    found = None if unreadable() else _ALIKE.get(state)
+    if found is None or found.spec.decay != "none":
         return None
     derivative = torch.is_grad_enabled() or forward_ad._current_level >= 0
     if derivative or torch.is_autocast_enabled("cpu"):
@@ -73,20 +84,22 @@ def after_another(
     k: Tensor,
     v: Tensor,
     state: State,
-    features: native_token.Features | None,
+    features: Features | None,
     outside_scale: Tensor | None,
 ) -> tuple[Tensor, State] | None:
     """As :func:`after_state`, of a token :func:`like_the_last`."""
     far: Any = (None, None) if features is None else features
-    return _found(native_token.following(alike, q, k, v, state, far, outside_scale), state)
+    token = native_token.following(alike, q, k, v, state, far, outside_scale)
+    return _found(token, state.spec, state)
 
 
-def _found(token: native_token.Token | None, state: State) -> tuple[Tensor, State] | None:
+def _found(
+    token: native_token.Token | None, spec: AttentionSpec, state: State
+) -> tuple[Tensor, State] | None:
     """The output and the state after a token, if powers of its numbers are in range."""
     if token is None:
         return None
-    spec, dtype = state.spec, token.alike.dtype
-    if not within_range(spec, token.largest_key, token.largest_value, 1, dtype):
+    if not within_range(spec, token.largest_key, token.largest_value, 1, token.alike.dtype):
         return None
     sums = token.sums, token.magnitudes, token.largest
     after = next_state(spec, state, *sums, token.recent, token.first, None, 1)

@@ -32,6 +32,9 @@ MAPS = {"identity": 0, "elu1": 1, "relu": 2}
 FEATURES = {"squared_relu": 1, "hedgehog": 2}  # the layers' maps that C++ computes
 
 
+Inverse = tuple[Tensor, Tensor, Tensor]
+
+
 class Features(NamedTuple):
     """What makes queries and keys outside a window of those inside it.
 
@@ -50,7 +53,12 @@ class Features(NamedTuple):
     shifts: tuple[Tensor, Tensor] | None = None
     scale: float = 1.0
     factor: float = 1.0
-    inverse: tuple[Tensor, Tensor, Tensor] | None = None
+    inverse: Inverse | None = None
+
+    def suit(self, dtype: torch.dtype) -> bool:
+        """Whether C++ can read the matrices and shifts, beside queries of this type."""
+        given = self.matrices if self.shifts is None else (*self.matrices, *self.shifts)
+        return all(x.dtype == dtype and x.is_cpu and x.is_contiguous() for x in given)
 
 
 class Token(NamedTuple):
@@ -202,13 +210,12 @@ def following(
     out, next_sums = q.new_empty(*alike.q[:3], alike.v[3]), torch.empty_like(sums)
     call.v, call.out = v.data_ptr(), out.data_ptr()
     call.state, call.next = sums.data_ptr(), next_sums.data_ptr()
-    others: list[Tensor | None] = [None, None]
+    magnitudes = largest = None
     if state.magnitudes is not None and state.largest is not None:
         held += [state.magnitudes.contiguous(), state.largest.contiguous()]
         call.magnitudes, call.largest = held[-2].data_ptr(), held[-1].data_ptr()
         magnitudes, largest = torch.empty_like(held[-2]), torch.empty_like(held[-1])
         call.next_magnitudes, call.next_largest = magnitudes.data_ptr(), largest.data_ptr()
-        others = [magnitudes, largest]
     recent, first = state.recent, state.first
     if recent is not None:
         recent = _moved("recent", recent, call, alike, held)
@@ -223,8 +230,8 @@ def following(
         return None
     if alike.settled != bool(call.settled):
         alike = alike._replace(settled=bool(call.settled))
-    found = call.largest_key, call.largest_value
-    return Token(out, next_sums, *others, *found, recent, first, alike)
+    noise, found = (magnitudes, largest), (call.largest_key, call.largest_value)
+    return Token(out, next_sums, *noise, *found, recent, first, alike)
 
 
 def _make(call: _TokenCall, features: Features, alike: Alike) -> None:
