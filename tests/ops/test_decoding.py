@@ -46,7 +46,7 @@ def test_constants_are_of_the_cpu_whatever_the_default_device_is() -> None:
     q, k, v = torch.randn(3, 1, 2, 9, 5).unbind(0)
     _, state = sr.attention(q, k, v, spec, return_state=True)
     one = [x[:, :, :1] for x in (q, k, v)]
-    native_token._constants.cache_clear()
+    native_token._alike.cache_clear()
     with torch.device("meta"):
         found, _ = sr.attention(*one, spec, state=state, return_state=True)
     expected, _ = sr.attention(*one, spec, state=state, return_state=True, form="recurrent")
@@ -397,7 +397,7 @@ def test_other_derivatives_are_errors_and_leave_nothing_behind() -> None:
     draw, spec = torch.Generator().manual_seed(0), sr.AttentionSpec(series="taylor", order=2)
     inputs = tuple(normal(draw, 1, 2, 1, 5) for _ in range(3))
     _, state = sr.attention(*inputs, spec, return_state=True)
-    native_token._constants.cache_clear()
+    native_token._alike.cache_clear()
 
     def out(*given: Tensor) -> Tensor:
         return sr.attention(*given, spec, state=state, return_state=True)[0]

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from softmax_rnn import attention
 from softmax_rnn.conversion.cache import KeyValueLayer, StateLayer, with_earlier
 from softmax_rnn.conversion.record import ConvertedAttention
-from softmax_rnn.conversion.rotations import unrotated
+from softmax_rnn.conversion.rotations import NO_POSITIONS, inverse_of, unrotated
 from softmax_rnn.models.masks import mask_of_family, segments_shown
 from softmax_rnn.ops import (
     AttentionCore,
@@ -31,6 +31,7 @@ from softmax_rnn.ops import (
     Projected,
     Segments,
     is_per_key,
+    key_widths,
     require_first_keys,
     segments_of,
 )
@@ -126,9 +127,13 @@ class ConvertedLayer(AttentionCore):
         record.check()
         self.record = record
         # Reading a record takes longer than computing a token.
-        self.scaled_by_family, self.source_spec = record.scaled_by_family, record.source_spec
+        self.source_spec = record.source_spec
         heads = record.num_heads, record.num_kv_heads
         self.add_parts(record.hidden_size, *heads, record.key_width, record.value_width)
+        if record.scaled_by_family:  # the number is that of the width inside the window
+            width = key_widths(self.spec, self.options, record.key_width)[1]
+            self.far_factor = (record.key_width / (width or record.key_width)) ** 0.5
+        self._turns = self.options.map_before_rotary and record.rotation != NO_POSITIONS
         if record.sinks:  # the family's parameter
             self.sink = None
 
@@ -196,6 +201,16 @@ class ConvertedLayer(AttentionCore):
         if segments is not None:
             mask = None
         mask, causal = self._visible(mask, query, key, causal, cache)
+        given = mask, segments, sinks, self.substitute
+        plain = all(x is None for x in given)
+        if plain and isinstance(cache, StateLayer) and not cache.record_past:
+            found = self.next_token(
+                *(query, key, value, cache.state),
+                functools.partial(self._inverse, query, inputs) if self._turns else None,
+            )
+            if found is not None:
+                out, cache.state = found
+                return out.transpose(1, 2)
         device = query.device.type
         if torch.is_autocast_enabled(
             device
@@ -215,6 +230,13 @@ class ConvertedLayer(AttentionCore):
                 "A converted attention can be substituted only without a cache: use_cache=False."
             )
         return self.substitute(what)
+
+    def _inverse(self, query: Tensor, inputs: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """What takes off the rotation of a token."""
+        kind = query.device, query.dtype
+        return inverse_of(
+            self.record.rotation, inputs.position_embeddings, 1, query.shape[3], *kind
+        )
 
     def converted(self, what: Attending, cache: Any, **options: Any) -> Tensor:
         """The attention of the layer's spec; ``options`` are arguments of :meth:`attend`."""
@@ -288,8 +310,8 @@ class ConvertedLayer(AttentionCore):
         far = mapped.outside_q
         if far is not None:
             far = far[:, :, earlier:]
-            if self.scaled_by_family:  # the number is that of the width inside the window
-                far = far * (query.shape[3] / far.shape[3]) ** 0.5
+            if self.far_factor != 1.0:
+                far = far * self.far_factor
         return mapped._replace(q=mapped.q[:, :, earlier:], outside_q=far)
 
 

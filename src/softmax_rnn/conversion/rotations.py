@@ -53,11 +53,10 @@ def unrotated(x: Tensor, embeddings: Any, rotation: str) -> Tensor:
     Raises:
         ValueError: if these cannot have rotated x.
     """
-    way = ROTATIONS[rotation]
-    if way is None:
+    if ROTATIONS[rotation] is None:
         return x
     dtype = compute_dtype(x.dtype)
-    own, other, places = _inverse(embeddings, way, x.shape[3], x.shape[2], x.device, dtype)
+    own, other, places = inverse_of(rotation, embeddings, *x.shape[2:], x.device, dtype)
     wide = x.to(dtype)
     return (wide * own).addcmul(wide.index_select(3, places), other).to(x.dtype)
 
@@ -66,14 +65,16 @@ def unrotated(x: Tensor, embeddings: Any, rotation: str) -> Tensor:
 _last: tuple[Any, tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] | None = None
 
 
-def _inverse(
-    embeddings: Any, way: Rotation, width: int, tokens: int, *kind: Any
+def inverse_of(
+    rotation: str, embeddings: Any, tokens: int, width: int, *kind: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The inverse of a rotation: ``x_d own_d + x_places(d) other_d``.
 
     ``kind`` is a device and a dtype. The factors are [B or 1, 1, T, width], the places [width].
     """
     global _last
+    way = ROTATIONS[rotation]
+    assert way is not None
     about = (way, width, tokens, *kind)
     one = tokens == 1 and _is_constant(embeddings)
     about = (*about, *(x._version for x in embeddings)) if one else about

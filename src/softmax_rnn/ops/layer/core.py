@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from softmax_rnn.ops.attention import attention
 from softmax_rnn.ops.context_parallel import context_parallel_attention
 from softmax_rnn.ops.forms.row_sums import compute_dtype
+from softmax_rnn.ops.forms.token import Inverse, after_another, like_the_last
 from softmax_rnn.ops.inputs import is_per_key
 from softmax_rnn.ops.layer.decays import LayerDecay, decay_of
 from softmax_rnn.ops.layer.maps import LAYER_MAPS, LayerMap, key_widths
@@ -20,6 +21,7 @@ from softmax_rnn.ops.layer.parts import LayerPart, last_inputs
 from softmax_rnn.ops.norms import normalized
 from softmax_rnn.ops.options import LayerOptions
 from softmax_rnn.ops.spec import AttentionSpec
+from softmax_rnn.ops.state import State
 from softmax_rnn.ops.variants import resolve_layer
 
 ACTIVATIONS = {
@@ -112,6 +114,8 @@ class AttentionCore(LayerPart):
     output_gate: nn.Linear | None
     # The processes that share each sequence, in a block of positions each; None for this one alone.
     context_group: Any = None
+    # Of mapped queries outside a window, beside the scale of scores.
+    far_factor: float = 1.0
 
     def __init__(
         self,
@@ -273,7 +277,52 @@ class AttentionCore(LayerPart):
         if inputs is not None:
             shown = None if mask is None else mask[(None,) * (4 - mask.ndim)][:, 0, 0]
             inputs = last_inputs(inputs, shown, projected.q.shape[2])
-        return out, dataclasses.replace(state, inputs=inputs)
+            state = dataclasses.replace(state, inputs=inputs)
+        return out, state
+
+    def next_token(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: State | None,
+        inverse: Callable[[], Inverse] | None,
+    ) -> tuple[Tensor, State] | None:
+        """A token after ``state``, at once: its output [B, H, 1, E] and the state after it.
+
+        The features of a window's far keys are made in C++. ``None`` where :meth:`attend` has to
+        compute them: of the first token, with gradients, where the layer has other parts.
+
+        Args:
+            q: the query [B, H, 1, D] inside the window; likewise the key and the value.
+            k: [B, Hkv, 1, D].
+            v: [B, Hkv, 1, E].
+            state: of the tokens before it.
+            inverse: finds what takes off the rotation of q and k (:class:`Features`); ``None`` if
+                the features are those of rotated ones.
+        """
+        if state is None or state.spec is not self.operation or not self._is_plain:
+            return None
+        alike = like_the_last(q, k, v, state)
+        if alike is None:
+            return None
+        features = None
+        if self.feature_map is not None:
+            features = self.feature_map.in_cpp()
+            if features is None or not features.suit(q.dtype):
+                return None
+            given = None if inverse is None else inverse()
+            features = features._replace(factor=self.far_factor, inverse=given)
+        outside = self.outside_logit
+        scale = None if outside is None else outside.exp()
+        return after_another(alike, q, k, v, state, features, scale)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether nothing comes before the operation but a feature map, and nothing after it."""
+        before = self.temperature_logit, self.input_gate, self.decay, self.context_group
+        others = *before, self.skip_weight, self.sink, self.merged_norm_weight
+        return self.spec.outside == "series" and all(x is None for x in others)
 
     def _gate(self, hidden_states: Tensor) -> Tensor | None:
         """The output gate, [B, H, T] or per channel [B, H, T, head_dim]."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.row_sums import compute_dtype, no_autocast
+from softmax_rnn.ops.forms.token import Features
 from softmax_rnn.ops.layer.parts import LayerPart
 from softmax_rnn.ops.options import LayerOptions
 from softmax_rnn.ops.spec import AttentionSpec
@@ -39,6 +40,10 @@ class LayerMap(LayerPart):
     def mapped(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The features of queries and keys."""
         return q, k
+
+    def in_cpp(self) -> Features | None:
+        """What computes them of a token in C++; ``None`` where nothing does."""
+        return None
 
 
 class Cosine(LayerMap):
@@ -78,12 +83,21 @@ class Hedgehog(LayerMap):
             found.append(torch.cat((y.softmax(-1), (-y).softmax(-1)), dim=-1))
         return found[0], found[1]
 
+    def in_cpp(self) -> Features:
+        """The same of a token."""
+        return Features("hedgehog", (self.q_matrix, self.k_matrix))
+
 
 class SquaredReLU(LayerMap):
     """``relu(d^(-1/4) W x + b)^2``, with ``W`` and ``b`` per head.
 
     The weight of a key can be zero, and a thousand such keys have no weight together.
     """
+
+    q_matrix: nn.Parameter
+    q_shift: nn.Parameter
+    k_matrix: nn.Parameter
+    k_shift: nn.Parameter
 
     def __init__(self, heads: int, kv_heads: int, width: int, options: LayerOptions) -> None:
         super().__init__(heads, kv_heads, width, options)
@@ -121,6 +135,11 @@ class SquaredReLU(LayerMap):
             y = torch.baddbmm(shift.unsqueeze(1), flat, matrix.mT, alpha=width**-0.25)
             found.append(y.relu().square().unflatten(1, (batch, tokens)).transpose(0, 1))
         return found[0], found[1]
+
+    def in_cpp(self) -> Features:
+        """The same of a token."""
+        matrices, shifts = (self.q_matrix, self.k_matrix), (self.q_shift, self.k_shift)
+        return Features("squared_relu", matrices, shifts, self.q_matrix.shape[2] ** -0.25)
 
 
 class Rebased(LayerMap):

@@ -62,6 +62,20 @@ template <class T> inline T sum(Vec<T> x) {
   return total;
 }
 
+// As `sum`, by halves: of a short product the sum of its lanes one by one would take most time.
+template <class T> inline T folded(Vec<T> x) {
+  typedef T Half __attribute__((vector_size(32))), Quarter __attribute__((vector_size(16)));
+  Half halves[2];
+  std::memcpy(halves, &x, sizeof x);
+  halves[0] += halves[1];
+  Quarter quarters[2];
+  std::memcpy(quarters, halves, sizeof quarters);
+  quarters[0] += quarters[1];
+  T total = 0;
+  for (int i = 0; i < Lanes<T>::N / 4; i++) total += quarters[0][i];
+  return total;
+}
+
 template <class T> inline Vec<T> at_most(Vec<T> x, T limit) {
   return x > limit ? Vec<T>{} + limit : x;
 }

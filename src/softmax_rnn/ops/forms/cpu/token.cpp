@@ -3,7 +3,8 @@
 // The key is added to the state first, so that the same pass reads the sums over all keys. With a
 // window it is the key that leaves the window, if it is visible and none of the first keys; the
 // token then attends to the keys of the window and the first keys by exp, under one denominator.
-// token.py fills in `Call` and describes its fields.
+// Queries and keys outside the window are given, or made here of those inside. token.py fills in
+// `Call` and describes its fields.
 
 #include "call.h"
 
@@ -11,7 +12,7 @@ namespace {
 
 // Keys that a state keeps, and where those of the next state go: keys [heads, N, near_width], values
 // [heads, N, values], the keys outside the window [heads, N, width] or null if they are the same;
-// `visible` [batch, N].
+// `visible` [batch, N]. What does not change has no next one.
 template <class T> struct Kept {
   const T *k, *v, *outside;
   const uint8_t* visible;
@@ -26,27 +27,36 @@ template <class T> struct Call {
   const double* roundings;
   const int64_t *parents, *factors;
   T *out, *next;
-  double* found;
   T *next_magnitudes, *next_largest;
   // With a window; all null without one. `near` are those of exp, of another width.
   const T *near_q, *near_k, *factor;
   Kept<T> recent, first_keys;
+  // What makes the queries and keys outside it: the inverse of a rotation, matrices, shifts.
+  const T *own, *other, *q_matrix, *q_shift, *k_matrix, *k_shift;
+  const int64_t* places;
   int64_t heads, groups, width, values, monomials, rows, map, first, powers, threads;
-  int64_t kv_heads, window, first_count, near_width;
-  double scale, guard, growth, near_scale;
+  int64_t kv_heads, window, first_count, near_width, made, angles;
+  double scale, guard, growth, near_scale, map_scale;
+  // What was found.
+  int64_t unsure, settled;
+  double largest_key, largest_value;
 };
+
+enum { GIVEN, SQUARED_RELU, HEDGEHOG };
 
 template <class T> struct Head {
   const Call<T>& c;
-  Buffer<T> added, read, sums, scores;
+  Buffer<T> added, read, sums, scores, straight, made;
   Buffer<double> tops;  // the largest magnitude of each power
   double largest_key = 0, largest_value = 0;
-  bool unsure = false;
+  bool unsure = false, settled = true;
+  const T *far_q, *far_k;  // of the group of this key/value head
 
   explicit Head(const Call<T>& c)
       : c(c), added(buffer<T>(c.monomials)), read(buffer<T>(c.groups * c.monomials)),
         sums(buffer<T>(c.groups * (c.values + 1))),
-        scores(buffer<T>(c.window + c.first_count + 1)), tops(buffer<double>(c.powers)) {}
+        scores(buffer<T>(c.window + c.first_count + 1)), straight(buffer<T>(c.near_width)),
+        made(buffer<T>(c.made ? (c.groups + 1) * c.width : 0)), tops(buffer<double>(c.powers)) {}
 
   T mapped(T x) const {
     if (c.map == 1) return x > 0 ? x + 1 : std::exp(x);
@@ -67,9 +77,48 @@ template <class T> struct Head {
     return largest;
   }
 
+  // The queries and the key of a head outside the window.
+  void find_far(int64_t n) {
+    far_q = c.q + n * c.groups * c.width, far_k = c.k + n * c.width;
+    if (!c.made) return;
+    const int64_t b = n / c.kv_heads, head = n % c.kv_heads;
+    T* to = made.get();
+    make(c.near_k + n * c.near_width, b, head, c.k_matrix, c.k_shift, to);
+    far_k = to, far_q = to + c.width;
+    for (int64_t g = 0; g < c.groups; g++)
+      make(c.near_q + (n * c.groups + g) * c.near_width, b, head * c.groups + g, c.q_matrix,
+           c.q_shift, to += c.width);
+  }
+
+  // The features of a query or key: as it was before positions, times the matrix of its head.
+  void make(const T* x, int64_t b, int64_t head, const T* matrix, const T* shift, T* to) {
+    if (c.own) {
+      const T *own = c.own + b * c.angles, *other = c.other + b * c.angles;
+      for (int64_t d = 0; d < c.near_width; d++)
+        straight[d] = x[d] * own[d] + x[c.places[d]] * other[d];
+      x = straight.get();
+    }
+    const int64_t rows = c.made == HEDGEHOG ? c.width / 2 : c.width;
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t row = head * rows + r;
+      const T y = T(c.map_scale) * product_of(matrix + row * c.near_width, x, c.near_width) +
+                  (shift ? shift[row] : T(0));
+      to[r] = c.made == HEDGEHOG ? y : y < 0 ? T(0) : y * y;  // NaN stays
+    }
+    if (c.made != HEDGEHOG) return;
+    const T high = *std::max_element(to, to + rows), low = *std::min_element(to, to + rows);
+    T up = 0, down = 0;
+    for (int64_t r = 0; r < rows; r++) {
+      down += to[rows + r] = std::exp(low - to[r]);
+      up += to[r] = std::exp(to[r] - high);
+    }
+    for (int64_t r = 0; r < rows; r++) to[r] /= up, to[rows + r] /= down;
+  }
+
   void run(int64_t n) {
+    find_far(n);
     const int64_t unused = c.monomials - c.rows, channels = c.values + 1;
-    const T *key = c.k + n * c.width, *value = c.v + n * c.values;
+    const T *key = far_k, *value = c.v + n * c.values;
     bool adds = true;
     if (c.window) {
       adds = leave(n);
@@ -82,7 +131,7 @@ template <class T> struct Head {
     }
     for (int64_t g = 0; g < c.groups; g++) {
       T* f = read.get() + g * c.monomials;
-      expand(c.q + (n * c.groups + g) * c.width, T(c.scale), f);
+      expand(far_q + g * c.width, T(c.scale), f);
       for (int64_t r = 0; r < c.rows; r++) f[unused + r] *= c.weights[r];
     }
     const double decay = c.log_decay ? c.log_decay[n] : 0;
@@ -126,10 +175,12 @@ template <class T> struct Head {
     int64_t firsts = 0;
     for (int64_t i = 0; i < G; i++) firsts += c.first_keys.visible[b * G + i];
     const bool leaves = shown[0], to_first = leaves && firsts < G;
-    shift(c.recent.k, c.recent.next_k, n, W, c.near_width, c.near_k);
-    shift(c.recent.v, c.recent.next_v, n, W, c.values, c.v);
-    if (c.recent.outside) shift(c.recent.outside, c.recent.next_outside, n, W, c.width, c.k);
+    shift(c.recent.k, c.recent.next_k, n, W, c.near_width, c.near_k + n * c.near_width);
+    shift(c.recent.v, c.recent.next_v, n, W, c.values, c.v + n * c.values);
+    if (c.recent.outside) shift(c.recent.outside, c.recent.next_outside, n, W, c.width, far_k);
     const Kept<T>& first = c.first_keys;
+    if (!c.recent.next_visible) return leaves;  // all are visible, and remain so
+    settled &= (W == 1 || shown[1]) && firsts + to_first == G;
     if (G) {
       std::copy_n(first.k + n * G * c.near_width, G * c.near_width, first.next_k + n * G * c.near_width);
       std::copy_n(first.v + n * G * c.values, G * c.values, first.next_v + n * G * c.values);
@@ -150,7 +201,7 @@ template <class T> struct Head {
 
   static void shift(const T* from, T* to, int64_t n, int64_t count, int64_t width, const T* last) {
     std::copy_n(from + (n * count + 1) * width, (count - 1) * width, to + n * count * width);
-    std::copy_n(last + n * width, width, to + (n * count + count - 1) * width);
+    std::copy_n(last, width, to + (n * count + count - 1) * width);
   }
 
   // Add the keys inside the window to the sums of a query; the factor of those outside it.
@@ -163,7 +214,9 @@ template <class T> struct Head {
     int64_t firsts = 0;
     for (int64_t i = 0; i < G; i++) firsts += first.visible[b * G + i];
     firsts += G && shown[0] && firsts < G;
-    const T *keys = c.recent.next_k + (n * W + hidden) * c.near_width, *early = first.next_k;
+    const T *keys = c.recent.next_k + (n * W + hidden) * c.near_width;
+    const T *early = first.next_k ? first.next_k : first.k;
+    const T *early_v = first.next_v ? first.next_v : first.v;
     const int64_t count = W - hidden + firsts;
     T top = -std::numeric_limits<T>::infinity();
     for (int64_t i = 0; i < count; i++) {
@@ -180,7 +233,7 @@ template <class T> struct Head {
     for (int64_t e = 0; e <= c.values; e++) each[e] *= far;
     for (int64_t i = 0; i < count; i++) {
       const T weight = std::exp(scores[i] - largest);
-      const T* v = i < firsts ? first.next_v + (n * G + i) * c.values
+      const T* v = i < firsts ? early_v + (n * G + i) * c.values
                               : c.recent.next_v + (n * W + hidden + i - firsts) * c.values;
       for (int64_t e = 0; e < c.values; e++) each[e] += weight * v[e];
       each[c.values] += weight;
@@ -191,14 +244,17 @@ template <class T> struct Head {
   T dot(const T* a, const T* b) const { return product_of(a, b, c.rows); }
 
   static T product_of(const T* a, const T* b, int64_t count) {
-    constexpr int N = 2 * Lanes<T>::N;  // independent sums, which the compiler makes vectors
-    T parts[N] = {}, rest = 0;
+    constexpr int N = Lanes<T>::N;
+    Vec<T> parts[2] = {}, x, y;
     int64_t r = 0;
-    for (; r + N <= count; r += N)
-      for (int i = 0; i < N; i++) parts[i] += a[r + i] * b[r + i];
+    for (; r + 2 * N <= count; r += 2 * N)
+      for (int i = 0; i < 2; i++) {
+        std::memcpy(&x, a + r + i * N, sizeof x), std::memcpy(&y, b + r + i * N, sizeof y);
+        parts[i] += x * y;
+      }
+    T rest = 0;
     for (; r < count; r++) rest += a[r] * b[r];
-    for (int i = 0; i < N; i++) rest += parts[i];
-    return rest;
+    return rest + folded<T>(parts[0] + parts[1]);
   }
 
   void add_magnitudes(int64_t n, T kept, const T* key) {
@@ -223,7 +279,7 @@ template <class T> struct Head {
   double most_noise(int64_t n, int64_t g) const {
     double square = 0, power = 1, noise = 0;
     for (int64_t d = 0; d < c.width; d++) {
-      const double x = c.scale * mapped(c.q[((n * c.groups) + g) * c.width + d]);
+      const double x = c.scale * mapped(far_q[g * c.width + d]);
       square += x * x;
     }
     const double length = std::sqrt(square);
@@ -234,24 +290,25 @@ template <class T> struct Head {
   }
 };
 
-template <class T> void step(const Call<T>& c) {
-  bool unsure = false;
+template <class T> void step(Call<T>& c) {
+  bool unsure = false, settled = true;
   double key = 0, value = 0;
-#pragma omp parallel num_threads(std::min(c.threads, c.heads)) reduction(|| : unsure) reduction(max : key, value) if (c.heads * c.rows * c.values > 1 << 18)
+#pragma omp parallel num_threads(std::min(c.threads, c.heads)) reduction(|| : unsure) reduction(&& : settled) reduction(max : key, value) if (c.heads * c.rows * c.values > 1 << 18)
   {
     Head<T> head(c);
 #pragma omp for
     for (int64_t n = 0; n < c.heads; n++) head.run(n);
     unsure = unsure || head.unsure;
+    settled = settled && head.settled;
     key = std::max(key, head.largest_key);
     value = std::max(value, head.largest_value);
   }
-  c.found[0] = unsure, c.found[1] = key, c.found[2] = value;
+  c.unsure = unsure, c.settled = settled, c.largest_key = key, c.largest_value = value;
 }
 
 }  // namespace
 
 extern "C" {
-void token_float32(const Call<float>* c) { step(*c); }
-void token_float64(const Call<double>* c) { step(*c); }
+void token_float32(Call<float>* c) { step(*c); }
+void token_float64(Call<double>* c) { step(*c); }
 }
