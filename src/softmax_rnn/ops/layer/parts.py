@@ -58,11 +58,11 @@ class ShortConvolution(LayerPart):
         """
         x = _visible(x, shown)
         if earlier is None:
-            earlier = x.new_zeros(len(x), self.kernel.shape[1] - 1, x.shape[-1])
+            earlier = x.new_zeros(x.shape[0], self.kernel.shape[1] - 1, x.shape[-1])
         padded, order = torch.cat((earlier.to(x.dtype), x), dim=1), None
         if shown is not None:
-            known = shown.new_ones(len(x), earlier.shape[1])
-            order = hidden_first(torch.cat((known, shown.expand(len(x), -1)), dim=1))
+            known = shown.new_ones(x.shape[0], earlier.shape[1])
+            order = hidden_first(torch.cat((known, shown.expand(x.shape[0], -1)), dim=1))
             padded = padded if order is None else taken(padded, order, dim=1)
         kernel = self.kernel.to(x.dtype).unsqueeze(1)
         if not x.numel():  # convolutions need an output
