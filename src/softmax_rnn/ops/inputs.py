@@ -141,7 +141,8 @@ def require_first_keys(spec: AttentionSpec, mask: Tensor | None) -> None:
     if spec.global_keys and mask is not None and mask.shape[-2] > 1 and mask.stride(-2):
         raise ValueError(
             f"global_keys={spec.global_keys} needs a mask of keys, [B, T] or [B, 1, 1, S], not one "
-            "per query (of packed sequences, for example), whose first keys differ."
+            "per query (of packed sequences, for example), whose first keys differ. A model that "
+            "is exported or compiled needs an attention_mask, since it looks for packed sequences."
         )
 
 

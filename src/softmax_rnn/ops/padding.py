@@ -43,7 +43,7 @@ class Packed:
 
     def __init__(self, mask: Tensor, q: Tensor, k: Tensor) -> None:
         queries, keys = q.shape[2], k.shape[2]
-        shown = mask[:, 0, 0].expand(len(q), keys)
+        shown = mask[:, 0, 0].expand(q.shape[0], keys)
         self.mask = shown[:, None, None]
         self.key_order = hidden_first(shown)
         self.query_order = hidden_first(shown[:, keys - queries :])

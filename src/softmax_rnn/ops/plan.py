@@ -200,6 +200,11 @@ def _has_tensor_cores(device: torch.device) -> bool:
     return not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def _blocked_refuses(s: Signature) -> str:
+    """Its loop over blocks is part of an exported program."""
+    return "an exported program for several lengths" if s.open else ""
+
+
 def _state_lacks(spec: AttentionSpec, device: str) -> str:
     if spec.series == "exp":
         return "the series 'exp'"
@@ -227,7 +232,7 @@ FORMS: dict[str, Form] = {
     "native": Form(native.native, _native_lacks, _mask_per_query, _native_leaves, maps=True),
     "fused": Form(fused.fused, _fused_lacks, _fused_refuses),
     "triton": Form(triton.triton, _triton_lacks, _triton_refuses, _triton_leaves, maps=True),
-    "blocked": Form(blocked, leaves=_few),
+    "blocked": Form(blocked, refuses=_blocked_refuses, leaves=_few),
     "dense": Form(dense),
 }
 
@@ -401,7 +406,8 @@ def _plan(call: Call, s: Signature) -> Plan:
     form, lasting = FORMS[name], True
     options: dict[str, Any] = {}
     if form.stateful:
-        require_memory(s.spec, call.q, call.k, call.v)
+        if not s.open:
+            require_memory(s.spec, call.q, call.k, call.v)
         one = name == "recurrent" or s.queries == s.keys == 1
         chunk = 1 if one else chunk_length(_sizes(s))
         options = {"chunk": chunk, "engine": loops(s, chunk)}
@@ -430,7 +436,8 @@ def _chosen(call: Call, s: Signature) -> str:
     if s.form == "auto":
         takes = (name for name, why in reasons.items() if not (FORMS[name].leaves(s) or why))
         found = next(takes)
-        if found == "chunked" and not (s.stateful or has_memory(s.spec, call.q, call.k, call.v)):
+        known = not (s.stateful or s.open)
+        if found == "chunked" and known and not has_memory(s.spec, call.q, call.k, call.v):
             found = next(takes)
         if reasons["fused"] and not FORMS["fused"].lacks(s.spec, s.device) and not s.stateful:
             _warn_once(

@@ -45,6 +45,8 @@ class Signature(NamedTuple):
         numbers: whether the tensors' numbers can be read: ``yes``; ``traced`` by
             ``torch.compile``; or ``no``, in transforms of ``torch.func`` and other subclasses of
             tensors.
+        open: whether ``torch.export`` leaves the number of queries or keys open. Then the sizes are
+            those of its example: a choice that depended on others would limit them.
     """
 
     spec: AttentionSpec
@@ -65,6 +67,7 @@ class Signature(NamedTuple):
     autocast: bool
     threads: int
     numbers: Numbers
+    open: bool = False
 
     @property
     def queries(self) -> int:
@@ -125,6 +128,10 @@ def signature_of(call: Call, form: str, part: bool, threads: int, numbers: Numbe
     needs = trained or (grad and _trained(decay, before, *_of_window(call)))
     of_q, of_k, of_v, mask = q.shape, k.shape, v.shape, _checked(call.mask)
     others = tuple([x if x is None else _checked(x) for x in _others(call)])
+    is_open = False
+    if numbers == "traced" and torch.compiler.is_exporting():
+        is_open = any(isinstance(shape[2], torch.SymInt) for shape in (of_q, of_k))
+        of_q, of_k, of_v = map(_of_example, (of_q, of_k, of_v))
     if of_q[2:3] == _SINGLE and _decodes(call, numbers):
         keys = of_k[2]
         of_k, of_v = _rounded(of_k), _rounded(of_v)
@@ -152,6 +159,7 @@ def signature_of(call: Call, form: str, part: bool, threads: int, numbers: Numbe
         device.type not in _AUTOCAST or torch.is_autocast_enabled(device.type),
         threads,
         numbers,
+        is_open,
     )
 
 
@@ -202,6 +210,11 @@ def _decodes(call: Call, numbers: Numbers) -> bool:
 def _rounded(shape: torch.Size) -> torch.Size:
     """The shape of keys or values with their number rounded down to a power of two."""
     return torch.Size((shape[0], shape[1], 1 << (shape[2].bit_length() - 1), shape[3]))
+
+
+def _of_example(shape: torch.Size) -> torch.Size:
+    """The shape with sizes of the example in place of those that ``torch.export`` leaves open."""
+    return torch.Size(x.node.hint if isinstance(x, torch.SymInt) else x for x in shape)
 
 
 def _of_keys(x: tuple[Any, ...], keys: int) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.ops.compiler import constant_when_compiled
 from softmax_rnn.ops.feature_maps import FEATURE_MAPS
 from softmax_rnn.ops.forms.chunks.magnitudes import powers
-from softmax_rnn.ops.forms.row_sums import compute_dtype, visible_keys
+from softmax_rnn.ops.forms.row_sums import compute_dtype, no_data, visible_keys
 from softmax_rnn.ops.monomials import cumulative_dimension, degrees, state_rows, state_size
 from softmax_rnn.ops.series import MAX_RADIUS, order_for
 from softmax_rnn.ops.spec import AttentionSpec
@@ -322,6 +322,8 @@ def require_state(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, asked
     if spec.order is not None or spec.clamp is not None or spec.hiding_window is not None:
         degrees(spec)
         return
+    if no_data(q):
+        raise ValueError("The series 'exp' has infinitely many powers and so no finite state.")
     features = [FEATURE_MAPS[spec.feature_map](x.detach().double()) for x in (q, k) if x.numel()]
     longest = [x.norm(dim=-1).amax().item() for x in features]
     radius = abs(spec.score_scale(q.shape[-1])) * math.prod(longest)

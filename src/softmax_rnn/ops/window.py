@@ -144,7 +144,7 @@ class _Keys(NamedTuple):
     @property
     def shown_keys(self) -> Tensor:
         """The mask [B, S], if it is per key."""
-        return self.shown[:, 0, 0].expand(len(self.k), -1)
+        return self.shown[:, 0, 0].expand(self.k.shape[0], -1)
 
     def each(self, change: Callable[[str, Tensor], Tensor], mask: Tensor | None) -> _Keys:
         """``change(name, x)`` of the other tensors, with another mask."""
@@ -191,7 +191,7 @@ class _Keys(NamedTuple):
         """The keys ``among`` [B or 1, S] that have left the window, ``count`` with hidden ones."""
         left = self._replace(outside_k=None).part(slice(None, -window))
         left = left.each(lambda _, x: _padded(x, 0, count), None)  # at least as many as needed
-        chosen = F.pad(among[:, :-window], (0, count)).expand(len(self.k), -1)
+        chosen = F.pad(among[:, :-window], (0, count)).expand(self.k.shape[0], -1)
         index, visible = first_positions(chosen, count)
         if left.log_decay is not None:  # from here on: how far each key has faded
             total = left.log_decay.cumsum(2)

@@ -205,10 +205,10 @@ class Attention(AttentionCore):
                 or angles.ndim != 3
                 or angles.shape != pair[0].shape
                 or angles.shape[1] != x.shape[1]
-                or len(angles) not in (1, len(x))
+                or angles.shape[0] not in (1, x.shape[0])
             ):
                 raise ValueError(
-                    f"The {name} of position_embeddings must be [{len(x)} or 1, {x.shape[1]}, "
+                    f"The {name} of position_embeddings must be [{x.shape[0]} or 1, {x.shape[1]}, "
                     f"head_dim], both of one shape, not {shape}."
                 )
 

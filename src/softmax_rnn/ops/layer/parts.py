@@ -59,7 +59,7 @@ class ShortConvolution(LayerPart):
         """
         x = _visible(x, shown)
         if earlier is None:
-            earlier = x.new_zeros(len(x), self.kernel.shape[1] - 1, x.shape[-1])
+            earlier = x.new_zeros(x.shape[0], self.kernel.shape[1] - 1, x.shape[-1])
         inputs = torch.cat((earlier.to(x.dtype), x), dim=1)
         kernel = self.kernel.to(x.dtype).unsqueeze(1)
         if not x.numel():  # convolutions need an output
@@ -95,8 +95,9 @@ def _order(inputs: Tensor, shown: Tensor | None, tokens: int) -> Tensor | None:
     """The order of inputs [B, width - 1 + T, C] in which hidden tokens come before all others."""
     if shown is None:
         return None
-    known = shown.new_ones(len(inputs), inputs.shape[1] - tokens)
-    return hidden_first(torch.cat((known, shown.expand(len(inputs), tokens)), dim=1))
+    rows = inputs.shape[0]
+    known = shown.new_ones(rows, inputs.shape[1] - tokens)
+    return hidden_first(torch.cat((known, shown.expand(rows, tokens)), dim=1))
 
 
 def _visible(x: Tensor, shown: Tensor | None) -> Tensor:

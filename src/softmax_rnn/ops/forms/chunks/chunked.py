@@ -69,6 +69,8 @@ def chunked(
     differentiable = torch.is_grad_enabled() and any(
         x.requires_grad for x in inputs if x is not None
     )
+    # The number of states that are kept for it would limit the lengths of an exported program.
+    differentiable = differentiable and not torch.compiler.is_exporting()
     assert spec.powers is not None
     weights = spec.series, spec.powers[1], spec.coefficients, spec.decay
     at_once = single and inputs[3] is not None and not (differentiable or no_data(q))
@@ -212,7 +214,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 @without_autocast
 def _backward(ctx: Any, dsums: Tensor | None, dlast: Tensor | None, *_: None) -> tuple[Any, ...]:
-    dlast = dlast if Settings(*ctx.settings).keep_state else None
+    settings = Settings(*ctx.settings)
+    if not settings.differentiable:
+        raise RuntimeError("An exported program has no derivatives: it keeps no states for them.")
+    dlast = dlast if settings.keep_state else None
     saved = ctx.saved_tensors  # once: activation checkpointing allows only one access
     *saved, sums, last_state = saved
     if not ctx.needs_input_grad[Columns._fields.index("log_decay")]:

@@ -72,7 +72,7 @@ def to_columns(
         log_decay = log_decay.flatten(0, 1)
     if coefficients is not None:
         coefficients = coefficients.to(dtype).unflatten(0, (k.shape[1], -1))
-        coefficients = coefficients.expand(len(k), *coefficients.shape).flatten(0, 1)
+        coefficients = coefficients.expand(k.shape[0], *coefficients.shape).flatten(0, 1)
     if state is not None:
         state = state.flatten(0, 1)
     elif not keep_state and degrees(spec)[1] > 1:  # a state stores unscaled keys

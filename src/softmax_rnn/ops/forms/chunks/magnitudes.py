@@ -154,7 +154,7 @@ def _empty(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     series, order, coefficients, decay = others[3:7]
     fixed = None if coefficients is None else tuple(coefficients)
     count = len(powers(plain_spec(series, order, fixed, decay)))
-    return q.new_empty(len(q), *q.shape[2:]), q.new_empty(len(k), count, k.shape[1])
+    return q.new_empty(q.shape[0], *q.shape[2:]), q.new_empty(k.shape[0], count, k.shape[1])
 
 
 def _blocks(x: Tensor, length: int) -> Tensor:
@@ -173,7 +173,7 @@ def _running(
     """
     wide = torch.float32 if k.device.type == "mps" else torch.float64
     counts, each = powers(spec), _blocks(k.abs(), length)
-    first = k.new_zeros(len(k), len(counts), k.shape[2]) if before is None else before
+    first = k.new_zeros(k.shape[0], len(counts), k.shape[2]) if before is None else before
     found = first.to(wide).unsqueeze(1)
     if not each.numel() or not counts:
         return found.expand(-1, 1 + each.shape[1], -1, -1)

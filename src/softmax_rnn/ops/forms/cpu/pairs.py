@@ -85,7 +85,7 @@ class _NativeSums(torch.autograd.Function):
             total = blocks.total
             first = None if no_data(q) else torch.tensor(blocks.firsts(), device="cpu")
         if mask is not None:
-            mask = mask[:, 0, 0].expand(len(q), k.shape[2]).contiguous()
+            mask = mask[:, 0, 0].expand(q.shape[0], k.shape[2]).contiguous()
         inputs = (q, k, v, mask, total, first)
         ctx.options = (
             list(PowerSeries.from_spec(spec).coefficients or ()),
@@ -242,7 +242,7 @@ def _gradients(*given: Any) -> tuple[Tensor, ...]:
     q, k, v = inputs[:3]
     parts = _parts(q, k, inputs.block)
     dq, dk, dv = q.new_empty(q.shape), k.new_zeros(parts, *k.shape), v.new_zeros(parts, *v.shape)
-    by_query = q.new_zeros(len(q), k.shape[1], q.shape[2], dtype=torch.float64)
+    by_query = q.new_zeros(q.shape[0], k.shape[1], q.shape[2], dtype=torch.float64)
     by_key = k.new_zeros(parts, *k.shape[:3], dtype=torch.float64)
     outputs = {"dq": dq, "dk": dk, "dv": dv, "by_query": by_query, "by_key": by_key}
     saved = {"maximum": maximum, "numerator": numerator, "weight_sum": weight_sum}

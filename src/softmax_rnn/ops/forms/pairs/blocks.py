@@ -75,7 +75,7 @@ class Blocks:
         self.window = spec.hiding_window
         self.copies = min(spec.global_keys, self.keys) if self.window else 0
         if self.copies:
-            self._find_global_keys(mask, len(q), q.device)
+            self._find_global_keys(mask, q.shape[0], q.device)
         self.q = self.grouped(q)
         self.k, self.v = (self.with_copies(x.to(self.dtype)) for x in (k, v))
         self.total = None if log_decay is None else self.with_copies(log_decay.cumsum(2))
