@@ -43,15 +43,16 @@ def installed_bytes(extra: str) -> int:
 
 def main() -> None:
     """Measure every extra, and write the result."""
+    sizes = {extra: installed_bytes(extra) for extra in EXTRAS}
     result = {
         "format": FORMAT,
         "benchmark": "install",
         "command": "python -m benchmarks.install",
         "environment": environment(),
-        "bytes": {extra: installed_bytes(extra) for extra in EXTRAS},
+        "bytes": sizes,
     }
     write_json(RESULTS / "install.json", result)
-    for extra, size in result["bytes"].items():
+    for extra, size in sizes.items():
         print(f"{extra or 'no extra'}: {size / 1e9:.2f} GB")
 
 

@@ -66,7 +66,8 @@ def results() -> str:
         page = (HERE / "results" / f"{name}.md").read_text(encoding="utf-8")
         shown = page.partition(f"<!-- {part} -->")[2].partition("<!-- end -->")[0]
         (row,) = (each for each in rows(shown) if each["variant"] == f"`{variant}`")
-        table.append((f"{what} ([{part}](docs/results/{name}.md))", row["seeds"], rounded(row[GAP])))
+        linked = f"{what} ([{part}](docs/results/{name}.md))"
+        table.append((linked, row["seeds"], rounded(row[GAP])))
     return markdown.table(("attention", "seeds", "minus softmax"), table)
 
 
@@ -94,9 +95,9 @@ def speed() -> str:
         table.append((what, *cells))
     place = measured("op")["environment"]
     about = (
-        "Time relative to PyTorch's softmax attention, forward and backward (B=1 H=8 D=64, float32, "
-        f"{place['processor'].replace('(R)', '')}, {place['cores']} cores); the last row is of the "
-        "small model that `make demo` trains:"
+        "Time relative to PyTorch's softmax attention, forward and backward (B=1 H=8 D=64, "
+        f"float32, {place['processor'].replace('(R)', '')}, {place['cores']} cores); "
+        "the last row is of the small model that `make demo` trains:"
     )
     return about + "\n\n" + markdown.table(("", *(f"T = {T}" for T in LENGTHS)), table)
 
