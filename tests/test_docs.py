@@ -22,6 +22,12 @@ def test_tables_equal_the_output_of_their_script(name: str) -> None:
     assert runpy.run_path(str(DOCS / f"{name}.py"))["fill"](page) == page
 
 
+def test_tables_of_readme_are_those_of_the_measurements() -> None:
+    script = runpy.run_path(str(DOCS / "readme.py"))
+    for path in script["PAGES"]:
+        assert script["fill"](path) == path.read_text(encoding="utf-8"), "python docs/readme.py"
+
+
 PAGES = sorted([DOCS.parent / "README.md", DOCS / "start.md", *DOCS.glob("howto/*.md")])
 
 

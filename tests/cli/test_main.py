@@ -197,10 +197,10 @@ def test_exit_codes_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "Available subcommands: compare train variants" in shown
-    readme = Path(__file__).parents[2].joinpath("README.md").read_text()
+    page = Path(__file__).parents[2].joinpath("docs/howto/train.md").read_text()
     for code, about in EXIT_CODES.items():
         assert f"{code:d} {about}" in shown
-        assert f"| {code:d} | {about} |" in readme
+        assert f"| {code:d} | {about} |" in page
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
