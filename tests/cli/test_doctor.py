@@ -74,7 +74,9 @@ def test_a_wrong_form_is_told(
 @pytest.mark.parametrize(
     ("script", "code", "told"),
     [
-        ("echo 'error: it is broken' >&2; exit 1", 1, "cannot be built: error: it is broken"),
+        ("/bin/sh\necho 'error: broken' >&2; exit 1", 1, "g++ fails: error: broken"),
+        ("/bin/sh\necho 'error: broken' >&2; exit 1", 1, "cannot be built: error: broken"),
+        ("/no/such/shell\n", 1, "g++ cannot be run: No such file"),
         (None, 0, "g++: none on the path"),
     ],
 )
@@ -90,7 +92,7 @@ def test_the_compiler(
     if cpp.missing() not in ("", "there is no g++ on the path"):
         pytest.skip(cpp.missing())
     if script:
-        (tmp_path / "g++").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "g++").write_text(f"#!{script}\n")
         (tmp_path / "g++").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(cpp, "_failures", [])
@@ -124,6 +126,21 @@ def test_kernels_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {(x["kind"], x["dtype"]): (x["proved"], x["failed"]) for x in found["tried"]}
     assert counts.pop(("pairs", "torch.bfloat16")) == (2, 1)
     assert {*counts.values()} == {(0, 0)}
+
+
+def test_no_folder_for_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container without a home folder the forms warn, and the rest is told all the same."""
+
+    def homeless(*_: object) -> Any:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    for name in ("SOFTMAX_RNN_CACHE", "XDG_CACHE_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(OSError, match="SOFTMAX_RNN_CACHE can name a folder"):
+        doctor.proofs(doctor.torch.device("cpu"))
+    assert not doctor._kernels("cpu")["failures"]
+    assert "Triton" not in str(doctor._caches())
 
 
 def test_every_variable_that_is_read_is_named() -> None:

@@ -77,9 +77,27 @@ def work(rank: int, count: int, path: Path) -> None:
             ):
                 found[name, masked, form] = one(name, masked, form, rank, count)
     found["tail"] = tail(rank)
+    found["refused"] = [refused(**options) for options in REFUSED]
     found["before"] = {name: before(name, rank, count) for name in FADING}
     torch.save(found, path / f"{rank}.pt")
     distributed.destroy_process_group()
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"spec": "softmax", "segments": torch.zeros(1, 6, dtype=torch.long)},
+    {"spec": "taylor:2", "segments": torch.zeros(1, 6, dtype=torch.long)},
+    {"spec": sr.AttentionSpec(window=3), "causal": False},
+]
+
+
+def refused(**options: Any) -> str:
+    """What is said of a call: every process says it, so that none waits for another."""
+    x = torch.ones(1, 2, 6, 4)
+    try:
+        context_parallel_attention(x, x, x, **options)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
 
 
 def one(name: str, masked: bool, form: str, rank: int, count: int) -> dict[str, Tensor]:
@@ -179,6 +197,13 @@ def test_the_tail_of_the_process_before(results: Any) -> None:
         expected = torch.zeros(1, 5, 2)
         expected[:, 2:] = rank + 2 if rank + 1 < count else 0.0
         assert torch.equal(grad, expected)
+
+
+def test_every_process_refuses_what_one_refuses(results: Any) -> None:
+    said = zip(REFUSED, *(found["refused"] for found in results), strict=True)
+    for options, *each in said:
+        assert len({*each}) == 1
+        assert each[0].startswith("Several processes share"), options
 
 
 def test_one_process_is_plain_attention_and_mistakes_are_named(tmp_path: Path) -> None:

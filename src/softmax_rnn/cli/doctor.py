@@ -11,6 +11,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -135,11 +136,15 @@ def _version(name: str) -> str | None:
 
 
 def _compiler() -> str | None:
-    """The path and the version of g++."""
+    """The path and the version of g++, or why it does not run."""
     if (path := shutil.which("g++")) is None:
         return None
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-    return f"{path}: {done.stdout.partition(os.linesep)[0]}"
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        return f"{path} cannot be run: {error.strerror}"
+    told = (done.stdout or done.stderr).partition("\n")[0]
+    return f"{path}: {told}" if not done.returncode else f"{path} fails: {told}"
 
 
 def _forms(device: str) -> list[dict[str, Any]]:
@@ -194,7 +199,9 @@ def _token_by_token(
 
 def _kernels(device: str) -> dict[str, Any]:
     """Which kernels have proved themselves on a device, and which have failed."""
-    kept = proofs(torch.device(device))
+    kept = []
+    with suppress(OSError):  # of the folder: a warning of the forms has told it
+        kept = proofs(torch.device(device))
     counts = Counter((row["kind"], row["dtype"], not row["failure"]) for row in kept)
     failed = [row for row in kept if row["failure"]]
     return {
@@ -217,15 +224,17 @@ def _caches() -> list[dict[str, Any]]:
         own = []
     kinds = (CACHED.get(path.name.partition("-")[0], "other files") for path in own)
     places = list(zip(kinds, own, strict=True))
-    triton = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
-    places.append(("compiled GPU kernels (Triton)", Path(triton)))
+    triton = os.environ.get("TRITON_CACHE_DIR")
+    with suppress(RuntimeError):  # no home folder
+        triton = triton or str(Path.home() / ".triton" / "cache")
+        places.append(("compiled GPU kernels (Triton)", Path(triton)))
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
 
         places.append(("Hugging Face", Path(HF_HUB_CACHE)))
     except ModuleNotFoundError:
         pass
-    found = [(what, path) for what, path in places if path.exists()]
+    found = [(what, path) for what, path in places if os.access(path, os.F_OK)]
     return [{"what": what, "path": str(path), "bytes": _size(path)} for what, path in found]
 
 

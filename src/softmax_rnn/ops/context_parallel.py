@@ -72,6 +72,10 @@ def context_parallel_attention(
     given = {name: x for name, x in options.items() if x is not None} | {"padding": padded}
     if distributed.get_world_size(group) == 1:
         return attention(q, k, v, spec, causal=causal, mask=mask, form=form, **given)
+    if options.get("segments") is not None:  # the first process alone has as many keys as queries
+        raise ValueError(
+            "Several processes share one sequence: leave segments out, or use one process."
+        )
     if not causal and spec.positional:
         raise ValueError(
             "Several processes share a decay or a window of causal attention only: their blocks of "
