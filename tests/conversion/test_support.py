@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import Cache
 
 import softmax_rnn as sr
 from converted_families import IDS, converted
@@ -132,6 +133,8 @@ def test_the_table_says_what_holds(row: str, cells: dict[str, str]) -> None:
     """A cell that says no is an error, and not another result."""
     model = made(*row.split(": ", 1))
     for name, check in CHECKS.items():
+        if name == "undo" and not hasattr(Cache, "activate_past_recording"):
+            continue  # of an older version of transformers, as the page says
         if cells[name].startswith("yes"):
             check(model)
         else:
