@@ -86,7 +86,7 @@ def test_results_are_whole_and_fill_the_page(results: Path, tmp_path: Path) -> N
 
     prefixes = {row["name"]: row for row in found["prefix"]["prefixes"]}
     assert prefixes["softmax"]["cache_bytes"] == 60 * 2 * 2 * 64 * 4  # keys and values, two layers
-    assert prefixes["softmax"]["batch_bytes"] == 2 * (60 + 29) * 2 * 2 * 64 * 4
+    assert prefixes["softmax"]["batch_bytes"] == 2 * 60 * 2 * 2 * 64 * 4
     assert prefixes["taylor:2"]["batch_bytes"] == 2 * prefixes["taylor:2"]["cache_bytes"]
     assert [row["name"] for row in found["prefix"]["undo"]] == ["taylor:2"]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import Cache
 
 import softmax_rnn as sr
 from converted_families import IDS, converted
@@ -132,6 +133,8 @@ def test_the_table_says_what_holds(row: str, cells: dict[str, str]) -> None:
     """A cell that says no is an error, and not another result."""
     model = made(*row.split(": ", 1))
     for name, check in CHECKS.items():
+        if name == "undo" and not hasattr(Cache, "activate_past_recording"):
+            continue  # of an older version of transformers, as the page says
         if cells[name].startswith("yes"):
             check(model)
         else:
@@ -144,15 +147,19 @@ def test_the_checks_of_the_table_find_faults(monkeypatch: pytest.MonkeyPatch) ->
     """Masks that are ignored, positions that go on, tokens that stay."""
     assert len(table()) == 11
     model = made("a finite series", "taylor:2")
-    faults: dict[str, Callable[..., Any]] = {
-        "padding": lambda **x: {**x, "attention_mask": torch.ones(2, 9, dtype=torch.long)},
-        "packing": lambda **x: {**x, "position_ids": None},
-    }
+    forward = type(model).forward
+
+    def forgetful(self: Any, input_ids: torch.Tensor, **given: Any) -> Any:
+        given.pop("attention_mask", None)
+        given.pop("position_ids", None)
+        return forward(self, input_ids, **given)
+
     with torch.no_grad():
-        for name, fault in faults.items():
-            wrong = lambda ids, fault=fault, **x: model(ids, **fault(**x))  # noqa: E731
-            with pytest.raises(AssertionError):
-                CHECKS[name](wrong)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model), "forward", forgetful)
+            for check in (padding, packing):
+                with pytest.raises(AssertionError, match="not close"):
+                    check(model)
         monkeypatch.setattr(sr.RecurrentCache, "crop", lambda *_: None)
         with pytest.raises(AssertionError):
             undo(model)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import Cache
 
 import softmax_rnn as sr
 from converted_families import IDS, LEFT, converted
@@ -159,6 +160,13 @@ ASSISTED = [
 ]
 
 
+# Older versions take keys and values: test_cache.py.
+with_protocol = pytest.mark.skipif(
+    not hasattr(Cache, "activate_past_recording"), reason="transformers 5.6 cannot ask for it"
+)
+
+
+@with_protocol
 @pytest.mark.parametrize(("name", "how"), ASSISTED)
 def test_assisted_decoding_with_states_is_greedy(
     name: str, how: str, monkeypatch: pytest.MonkeyPatch
@@ -191,6 +199,7 @@ def test_assisted_decoding_with_states_is_greedy(
     assert not any(layer.record_past for layer in cache.layers)
 
 
+@with_protocol
 @pytest.mark.parametrize("name", ["taylor:2", "Qwen3 hybrid"])
 def test_a_fault_of_undo_changes_the_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = made(name).double(), IDS[:1]

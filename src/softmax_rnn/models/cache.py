@@ -104,7 +104,7 @@ class RecurrentCache(Cache):
         own = [layer for layer in self.layers if type(layer) in LAYERS.values()]
         others = [layer for layer in self.layers if type(layer) not in LAYERS.values()]
         for layer in others if count else ():
-            if not layer.is_croppable:
+            if not getattr(layer, "is_croppable", False):  # older versions do not say
                 raise ValueError(f"A {type(layer).__name__} cannot take tokens back.")
         most = min((layer.removable for layer in own), default=-count if others else 0)
         if -count > most:
