@@ -2,17 +2,20 @@
 
     python -m benchmarks.decode                  # CPU: the demo preset, float32
     python -m benchmarks.decode --device cuda    # the small preset (275 M), bfloat16
+    python -m benchmarks.decode --preset smollm2 --only llama converted --lengths 16 512 2048 8192
 
 All models have the same (random) weights. Before anything is timed, each model must choose the
 same greedy tokens with its cache as without, and softmax the same tokens as Llama. Then a prompt is
 read, and every round decodes some tokens after it. The likeliest token of a forward pass is the
 next input; the rest of `generate()` is not used. Ratios are relative to Llama with SDPA. "Compiled"
 are steps by `torch.compile` with a cache of fixed addresses; Llama's has room for these tokens.
+"Converted" is Llama with a window and a state in place of its attention.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,12 +25,14 @@ from rich.progress import track
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
+import softmax_rnn as sr
 from benchmarks import measure
 from benchmarks.llama import PRESET, VOCABULARY, models, run_config, tokens
 from benchmarks.targets import judge
 from softmax_rnn.models.cache import RecurrentCache
 
 VARIANTS = ["softmax", "taylor:2", "linear_elu"]
+CONVERTED = "window_state:16"
 COMPILED = ("llama", "softmax", "taylor:2")  # these also compiled, for a batch of 1
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 BATCHES = {1: 2**20, 16: 2048}  # with the longest prompt
@@ -40,6 +45,8 @@ def new_cache(model: Any, room: int | None) -> Cache:
 
     ``room`` is the number of tokens of a cache of fixed addresses, for compiled steps.
     """
+    if hasattr(model, "new_cache") and hasattr(model.config, "converted_layers"):
+        return model.new_cache()
     spec = getattr(model.config, "spec", None)
     if spec is not None and spec.has_state:
         return RecurrentCache(static=room is not None)
@@ -116,7 +123,7 @@ def check(made: dict[str, Any], prompt: Tensor, new_tokens: int) -> None:
     ]
     if wrong:
         raise SystemExit(f"Not timed: tokens with and without a cache differ: {wrong}.")
-    if not torch.equal(found["softmax"], found["llama"]):
+    if "softmax" in found and not torch.equal(found["softmax"], found["llama"]):
         raise SystemExit("Not timed: softmax and Llama choose different tokens.")
 
 
@@ -163,13 +170,19 @@ def cell(
     return rows
 
 
-@torch.inference_mode()
+@torch.no_grad()  # as `generate()`
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Check, then measure; everything as plain data."""
     device = arguments.device
     config = run_config(arguments.preset)
     result = measure.opening("decode", arguments)
-    made = {name: model.eval() for name, model in models(config, VARIANTS, device).items()}
+    only = arguments.only
+    variants = [name for name in VARIANTS if only is None or name in only]
+    made = models(config, variants, device)
+    if only is None or "converted" in only:
+        made["converted"] = sr.convert(copy.deepcopy(made["llama"]), CONVERTED)
+    wanted = made if only is None else dict.fromkeys(["llama", *only])
+    made = {name: made[name].eval() for name in wanted}
     prompted, new_tokens = CHECKED
     check(made, tokens(config, (1, prompted), device), new_tokens)
     made = {name: model.to(measure.DTYPES[device]) for name, model in made.items()}
@@ -220,6 +233,8 @@ def show(result: dict[str, Any], console: Console) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     options = measure.parser(__doc__, rounds=15, patience=30.0)
     options.add_argument("--preset", choices=list(VOCABULARY))
+    names = ["llama", "llama materialised", *VARIANTS, "converted"]
+    options.add_argument("--only", nargs="+", choices=names, help="of the contestants, and Llama")
     options.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of prompts")
     options.add_argument("--new-tokens", type=int, default=32, help="tokens decoded in a round")
     arguments = measure.parsed(options, argv)

@@ -13,7 +13,17 @@ from softmax_rnn.training.config import RunConfig
 from softmax_rnn.training.run import model_config
 
 # Rows of the embedding: bytes and an end-of-text token; Llama 2's. No tokenizer is loaded.
-VOCABULARY = {"demo": 257, "small": 32_000}
+VOCABULARY = {"demo": 257, "small": 32_000, "smollm2": 49_152}
+# The shape of a pretrained model, with the other settings of the preset demo: SmolLM2-135M's.
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_layers": 30,
+        "num_heads": 9,
+        "num_kv_heads": 3,
+    }
+}
 PRESET = {"cpu": "demo", "cuda": "small"}
 # Hugging Face's contestants and their attention; "eager" computes N x N weights.
 LLAMA = {"llama": "sdpa", "llama materialised": "eager"}
@@ -24,7 +34,8 @@ def run_config(preset: str, batch: int | None = None) -> RunConfig:
     fields: dict[str, Any] = {"vocab_size": VOCABULARY[preset], "steps": 1, "accumulation": 1}
     if batch is not None:
         fields["batch_size"] = batch
-    return RunConfig.preset(preset, **fields)
+    shape = SHAPES.get(preset)
+    return RunConfig.preset(preset if shape is None else "demo", **(shape or {}), **fields)
 
 
 def models(config: RunConfig, variants: list[str], device: str) -> dict[str, Any]:

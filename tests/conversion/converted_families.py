@@ -34,6 +34,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3Text": ("Gemma3ForCausalLM", {**WIDE, **MIXED, "head_dim": 16}),
     "Phi": ("PhiForCausalLM", {**WIDE, "partial_rotary_factor": 0.5}),
     "GPT2": ("GPT2LMHeadModel", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
+    "Cohere": ("CohereForCausalLM", WIDE),
     "GPTNeoX": ("GPTNeoXForCausalLM", EQUAL_HEADS),
     "Olmo": ("OlmoForCausalLM", WIDE),
     "Olmo2": ("Olmo2ForCausalLM", WIDE),

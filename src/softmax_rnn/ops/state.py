@@ -304,12 +304,14 @@ def next_state(
     keys: int,
 ) -> State:
     """The state after ``keys`` more positions; ``mask`` [B, 1, 1, S] says which are visible."""
-    visible = sums.new_full((sums.shape[0],), keys, dtype=torch.int64)
     if mask is not None:
         visible = mask.expand(*sums.shape[:1], 1, 1, keys).sum(dim=(1, 2, 3))
-    tokens: int | Tensor = keys
-    if state is not None:
-        visible, tokens = state.visible + visible, state.tokens + keys
+        visible = visible if state is None else state.visible + visible
+    elif state is not None:
+        visible = state.visible + keys
+    else:
+        visible = sums.new_full((sums.shape[0],), keys, dtype=torch.int64)
+    tokens = keys if state is None else state.tokens + keys
     largest = None if magnitudes is None else largest
     return State(spec, sums, visible, tokens, magnitudes, largest, recent, first)
 

@@ -320,9 +320,11 @@ class AttentionCore(LayerPart):
     @property
     def _is_plain(self) -> bool:
         """Whether nothing comes before the operation but a feature map, and nothing after it."""
-        before = self.temperature_logit, self.input_gate, self.decay, self.context_group
-        others = *before, self.skip_weight, self.sink, self.merged_norm_weight
-        return self.spec.outside == "series" and all(x is None for x in others)
+        own = self.temperature_logit, self.skip_weight, self.sink, self.merged_norm_weight
+        for each in (*own, self.input_gate, self.decay, self.context_group):
+            if each is not None:
+                return False
+        return self.spec.outside == "series"
 
     def _gate(self, hidden_states: Tensor) -> Tensor | None:
         """The output gate, [B, H, T] or per channel [B, H, T, head_dim]."""

@@ -57,8 +57,10 @@ class Features(NamedTuple):
 
     def suit(self, dtype: torch.dtype) -> bool:
         """Whether C++ can read the matrices and shifts, beside queries of this type."""
-        given = self.matrices if self.shifts is None else (*self.matrices, *self.shifts)
-        return all(x.dtype == dtype and x.is_cpu and x.is_contiguous() for x in given)
+        for x in self.matrices if self.shifts is None else (*self.matrices, *self.shifts):
+            if x.dtype != dtype or not (x.is_cpu and x.is_contiguous()):
+                return False
+        return True
 
 
 class Token(NamedTuple):
