@@ -108,12 +108,9 @@ def _vocabulary(config: RunConfig) -> int:
 
 @lru_cache(maxsize=256)
 def _parameters(fields: str) -> int:
-    from softmax_rnn.models import (
-        SoftmaxRNNForCausalLM,
-    )  # slow to import; GPUS is needed without it
-    from softmax_rnn.training.run import model_config
+    from softmax_rnn.training.run import new_model  # slow to import; GPUS is needed without it
 
     config = RunConfig.from_dict(json.loads(fields))
     with torch.device("meta"):
-        model = SoftmaxRNNForCausalLM(model_config(config, _vocabulary(config), 0))
+        model = new_model(config, _vocabulary(config), 0)
     return int(model.num_parameters())
