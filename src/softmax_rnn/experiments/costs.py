@@ -103,7 +103,8 @@ def _vocabulary(config: RunConfig) -> int:
 
     if is_task(config.corpus):
         return config.vocab_size or parse_task(config.corpus, config.block_size).vocab_size
-    return config.vocab_size or (257 if config.tokenizer == "bytes" else 32_000)
+    ids = 257 if config.tokenizer == "bytes" else 32_000
+    return config.vocab_size or ids + (not config.causal)
 
 
 @lru_cache(maxsize=256)

@@ -297,7 +297,7 @@ FIGURES: dict[str, Experiment] = {
             tuple(
                 Panel("", _ENCODERS, corpus=corpus, condition="both", fields=fields)
                 for corpus, fields in (
-                    ("fineweb", {"block_size": 128}),
+                    ("fineweb", {"block_size": 128, "batch_size": 16}),
                     ("digits", {"block_size": 66}),
                     ("listops", {"block_size": 66}),
                 )

@@ -64,7 +64,7 @@ def require_trainable(config: RunConfig, name: str) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)  # the same answer each time
-            small = new_model(replace(config, num_layers=1, vocab_size=3), 2, 0)
+            small = new_model(replace(config, num_layers=1, vocab_size=2), 2, 0)
             small(input_ids=tokens, labels=tokens).loss.backward()
     except Exception as error:  # an attention may raise anything
         raise ValueError(f"{name} cannot be trained: {type(error).__name__}: {error}") from error

@@ -52,7 +52,7 @@ def _layer_memory(fields: str) -> LayerMemory:
     from softmax_rnn.training.run import new_model  # slow to import
 
     config = RunConfig.from_dict(json.loads(fields))
-    one_layer = replace(config, num_layers=1, vocab_size=2)
+    one_layer = replace(config, num_layers=1, vocab_size=1)
     try:
         with torch.device("meta"):
             model = new_model(one_layer, 1, 0)

@@ -155,11 +155,14 @@ def run_tokenizer(config: TrainingConfig) -> PreTrainedTokenizerBase:
 
 
 def new_model(config: RunConfig, vocab_size: int, end_of_text: int | None) -> PreTrainedModel:
-    """The model of a run, which hides tokens of text with an id of their own if not ``causal``."""
-    if config.causal:
-        return SoftmaxRNNForCausalLM(model_config(config, vocab_size, end_of_text))
-    rows = vocab_size + (not is_task(config.corpus))
-    return SoftmaxRNNForMaskedLM(model_config(config, rows, end_of_text))
+    """The model of a run, of ``vocab_size`` ids with that of :func:`hidden_ids`."""
+    kind = SoftmaxRNNForCausalLM if config.causal else SoftmaxRNNForMaskedLM
+    return kind(model_config(config, vocab_size, end_of_text))
+
+
+def hidden_ids(config: RunConfig) -> int:
+    """The number of ids beyond the vocabulary: one in place of hidden tokens, or none."""
+    return int(not config.causal and not is_task(config.corpus))
 
 
 def model_config(config: RunConfig, vocab_size: int, end_of_text: int | None) -> SoftmaxRNNConfig:
@@ -281,6 +284,7 @@ def _model(
             )
         return found, source
     assert isinstance(config, RunConfig)
+    size += hidden_ids(config)
     model = new_model(config, size, corpus.manifest["end_of_text"])
     initialize(model, config.seed)
     return model, None
