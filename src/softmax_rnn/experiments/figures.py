@@ -295,12 +295,8 @@ FIGURES: dict[str, Experiment] = {
             "bidirectional",
             "Encoders: hidden bytes, images of digits, nested lists",
             tuple(
-                Panel("", _ENCODERS, corpus=corpus, condition="both", fields=fields)
-                for corpus, fields in (
-                    ("fineweb", {"block_size": 128, "batch_size": 16}),
-                    ("digits", {"block_size": 66}),
-                    ("listops", {"block_size": 66}),
-                )
+                Panel("", _ENCODERS, corpus=corpus, condition="both")
+                for corpus in ("fineweb", "digits", "listops")
             ),
         ),
         Experiment(  # not in the paper

@@ -156,7 +156,7 @@ _TASK: dict[str, Any] = {
 }
 _BOTH: dict[str, Any] = {
     **{name: value for name, value in _TASK.items() if name not in ("layer", "stop_at_accuracy")},
-    "causal": False,
+    **{"causal": False, "block_size": 66},
 }
 # Two layers of [short convolution, attention] without an MLP, as zoology's; rotary positions are
 # not needed, since a pair is a key and the next token.
