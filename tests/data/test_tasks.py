@@ -176,15 +176,15 @@ def test_rows_are_the_same_in_every_version(text: str, ids: list[int]) -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_no_row_at_all(name: str) -> None:
-    task, none = parse_task(f"task:{name}", 64), np.arange(0)
-    assert [x.shape for x in task.draw(0, none)] == [(0, 64), (0, 64)]
+    task, none = parse_task(f"task:{name}", 66), np.arange(0)
+    assert [x.shape for x in task.draw(0, none)] == [(0, 66), (0, 66)]
     assert task.predicted(0, none).shape == (0,)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *(f"task:{name}" for name in TASKS),
+        *(f"task:{name}" for name in TASKS if name != "digits"),  # whose images are repeated
         "task:mqar?filler=zero",
         "task:mqar?pairs=4&writes=4",
         "task:mqar?settings=32x4,64x8&filler=zero",
@@ -260,7 +260,7 @@ def test_tasks_cannot_be_changed() -> None:
             "task:mqr",
             64,
             "Unknown task 'mqr'. Did you mean 'mqar'? "
-            "Allowed: mqar, induction, selective_copy, parity, s5.",
+            "Allowed: mqar, induction, selective_copy, parity, s5, listops, digits.",
         ),
         (
             "task:mqar?pair=3",

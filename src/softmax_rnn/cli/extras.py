@@ -13,6 +13,7 @@ EXTRAS = {
     ),
     **dict.fromkeys(("tokenizers", "typing_extensions", "yaml", "zstandard"), "train"),
     **dict.fromkeys(("jinja2", "matplotlib", "plotly", "scipy"), "report"),
+    "sklearn": "digits",
     "submitit": "cluster",
     "tensorboard": "tensorboard",
     "wandb": "wandb",

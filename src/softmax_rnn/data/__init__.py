@@ -4,7 +4,7 @@ from softmax_rnn.data.cache import check, left_out, prepare, progress_bar
 from softmax_rnn.data.manifest import SPLITS
 from softmax_rnn.data.preparation import Progress
 from softmax_rnn.data.readers import CorpusError
-from softmax_rnn.data.rows import DocumentRows, Rows, SegmentedBlocks, TokenBlocks
+from softmax_rnn.data.rows import DocumentRows, MaskedBlocks, Rows, SegmentedBlocks, TokenBlocks
 from softmax_rnn.data.shards import PreparedCorpus
 from softmax_rnn.data.task_rows import TaskCorpus, TaskRows, task_tokenizer
 from softmax_rnn.data.tasks import is_task, parse_task
@@ -15,6 +15,7 @@ __all__ = [
     "SPLITS",
     "CorpusError",
     "DocumentRows",
+    "MaskedBlocks",
     "PreparedCorpus",
     "Progress",
     "Rows",

@@ -104,7 +104,7 @@ class Mqar(Task):
         parts = (setting.split("x") for setting in self.settings.split(","))
         return tuple(sorted((int(length), int(pairs)) for length, pairs in parts))
 
-    def for_testing(self) -> Mqar:
+    def for_testing(self, split: str = "test") -> Mqar:
         """The task of the test split: with the settings of ``test``, if it is given."""
         if self.test is None:
             return self

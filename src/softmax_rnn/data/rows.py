@@ -16,8 +16,10 @@ from softmax_rnn.data.draws import mix, scattered
 from softmax_rnn.data.manifest import shard_name
 from softmax_rnn.data.readers import CorpusError
 from softmax_rnn.data.shards import PreparedCorpus
+from softmax_rnn.data.task_base import Stream, distinct
 
 _TABLE = 2**24  # for more blocks, the order is computed for each position separately
+_HIDDEN = 0.15  # the share of the tokens that are hidden (Devlin et al. 2018)
 IGNORED = -100  # the label of tokens that are not predicted
 
 
@@ -109,6 +111,41 @@ class TokenBlocks(Rows):
     def drawn_tokens(self, seed: int, start: int, stop: int) -> int:
         """Number of tokens at the positions from ``start`` to ``stop``."""
         return (stop - start) * self.block_size
+
+
+class MaskedBlocks(TokenBlocks):
+    """The blocks of :class:`TokenBlocks`, in which some tokens are hidden, and alone are predicted.
+
+    In their places is the first id after the vocabulary. In training they are a pure function of
+    (seed, position), so that a block has others in each epoch; in evaluation of the block.
+    """
+
+    def __init__(self, corpus: PreparedCorpus, split: str, block_size: int) -> None:
+        super().__init__(corpus, split, block_size)
+        self.hidden = max(1, round(_HIDDEN * block_size))  # of each block
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self._masked(0, index % len(self), index)
+
+    def drawn_rows(self, seed: int, start: int, stop: int) -> list[dict[str, Tensor]]:
+        """As in :class:`Rows`."""
+        rows = range(start, stop)
+        return [self._masked(seed, place, self.drawn(seed, place)) for place in rows]
+
+    def _masked(self, seed: int, position: int, index: int) -> dict[str, Tensor]:
+        at = np.array([position])
+        chosen = torch.from_numpy(
+            distinct(self.block_size, seed, Stream.HIDDEN, at, self.hidden)[0]
+        )
+        ids = super().__getitem__(index)["input_ids"].clone()
+        labels = torch.full_like(ids, IGNORED)
+        labels[chosen] = ids[chosen]
+        ids[chosen] = self.corpus.manifest["vocab_size"]
+        return {"input_ids": ids, "labels": labels}
+
+    def predicted(self, seed: int, start: int, stop: int) -> int:
+        """As in :class:`Rows`: the hidden tokens."""
+        return (stop - start) * self.hidden
 
 
 class SegmentedBlocks(TokenBlocks):

@@ -79,8 +79,8 @@ class Task(abc.ABC):
         """[N] number of tokens in these rows, without padding on the right."""
         return np.full(len(positions), self.block_size)
 
-    def for_testing(self) -> Task:
-        """The task of the test split; by default the same."""
+    def for_testing(self, split: str = "test") -> Task:
+        """The task of ``split``, ``test`` or ``validation``; by default the same."""
         return self
 
     def require_length(self, least: int, reason: str) -> None:
@@ -110,6 +110,7 @@ class Stream(IntEnum):
     VALUES = 4
     WRITES = 5
     GAPS = 6
+    HIDDEN = 7
 
 
 def bits(seed: int, stream: Stream, positions: Integers, count: int) -> NDArray[np.uint64]:

@@ -28,11 +28,12 @@ class TaskRows(Rows):
     """The rows of a split; ``train`` has one per position, ``test`` and ``validation`` few.
 
     A row is a pure function of (split, seed, position). So variants see the same rows, and a
-    resumed run continues with the next one.
+    resumed run continues with the next one. Without ``causal``, an answer is the label of the token
+    that asks for it, and not of the next one.
     """
 
-    def __init__(self, task: Task, split: str, seed: int) -> None:
-        self.task, self.split, self.seed = task, split, seed
+    def __init__(self, task: Task, split: str, seed: int, causal: bool = True) -> None:
+        self.task, self.split, self.seed, self.causal = task, split, seed, causal
 
     def __len__(self) -> int:
         return 2**62 if self.split == "train" else TEST_ROWS
@@ -74,7 +75,8 @@ class TaskRows(Rows):
 
     def arrays(self, seed: int, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
         """Token ids and labels of the rows at ``positions``, each [N, T]."""
-        return self.task.draw(self._key(seed), positions)
+        ids, labels = self.task.draw(self._key(seed), positions)
+        return ids, labels if self.causal else np.roll(labels, -1, axis=1)  # the first is -100
 
     def _key(self, seed: int) -> int:
         self._check(seed)

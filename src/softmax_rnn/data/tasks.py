@@ -20,6 +20,7 @@ import numpy as np
 from softmax_rnn._utils.errors import shown, unknown
 from softmax_rnn._utils.validation import PositiveInt
 from softmax_rnn.data.mqar import Mqar
+from softmax_rnn.data.readings import Digits, ListOps
 from softmax_rnn.data.rows import IGNORED
 from softmax_rnn.data.task_base import PREFIX, AtLeastTwo, Integers, Stream, Task, below, distinct
 
@@ -180,7 +181,7 @@ class S5(_WordProblem):
 
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (Mqar, Induction, SelectiveCopy, Parity, S5)
+    task.name: task for task in (Mqar, Induction, SelectiveCopy, Parity, S5, ListOps, Digits)
 }
 
 

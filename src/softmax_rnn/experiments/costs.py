@@ -103,17 +103,15 @@ def _vocabulary(config: RunConfig) -> int:
 
     if is_task(config.corpus):
         return config.vocab_size or parse_task(config.corpus, config.block_size).vocab_size
-    return config.vocab_size or (257 if config.tokenizer == "bytes" else 32_000)
+    ids = 257 if config.tokenizer == "bytes" else 32_000
+    return config.vocab_size or ids + (not config.causal)
 
 
 @lru_cache(maxsize=256)
 def _parameters(fields: str) -> int:
-    from softmax_rnn.models import (
-        SoftmaxRNNForCausalLM,
-    )  # slow to import; GPUS is needed without it
-    from softmax_rnn.training.run import model_config
+    from softmax_rnn.training.run import new_model  # slow to import; GPUS is needed without it
 
     config = RunConfig.from_dict(json.loads(fields))
     with torch.device("meta"):
-        model = SoftmaxRNNForCausalLM(model_config(config, _vocabulary(config), 0))
+        model = new_model(config, _vocabulary(config), 0)
     return int(model.num_parameters())

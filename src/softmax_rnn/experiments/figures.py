@@ -27,7 +27,7 @@ class Panel:
             task.
         condition: key into the scale's conditions: ``base``, ``large`` (larger model), ``long``
             (longer sequence), ``family`` (smaller, so that many variants finish in an hour) or
-            ``recall`` and ``task`` (small models for synthetic tasks).
+            ``recall`` and ``task`` (small models for synthetic tasks) or ``both`` (small encoders).
         width: of queries and keys: index into the scale's widths; by default a head's.
     """
 
@@ -109,6 +109,11 @@ TASKS = ("overwrite", "induction", "selective_copy", "parity", "s5")
 _ON_TASKS = (
     *("softmax", "norm", "forgetting", "linear_elu", "linear_elu+decay"),
     *("taylor:2", "taylor:2+decay", "mamba2"),
+)
+# What looks both ways.
+_ENCODERS = (
+    *("softmax", "norm", "linear_elu", "linear_elu+decay"),
+    *("taylor:2", "taylor:2+decay", "taylorshift"),
 )
 # The steps by which the paper's sequel builds up 2Mamba (docs/related-systems.md).
 _LINEAR = {"series": "power", "order": 1, "feature_map": "relu", "scale": 1.0}
@@ -285,6 +290,14 @@ FIGURES: dict[str, Experiment] = {
             "tasks",
             "Synthetic tasks",
             tuple(Panel("", _ON_TASKS, corpus=task, condition="task") for task in TASKS),
+        ),
+        Experiment(  # not in the paper
+            "bidirectional",
+            "Encoders: hidden bytes, images of digits, nested lists",
+            tuple(
+                Panel("", _ENCODERS, corpus=corpus, condition="both")
+                for corpus in ("fineweb", "digits", "listops")
+            ),
         ),
         Experiment(  # not in the paper
             "recall",

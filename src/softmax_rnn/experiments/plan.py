@@ -58,15 +58,14 @@ def require_trainable(config: RunConfig, name: str) -> None:
 
     The model has one layer and few tokens; seed and random state are not changed.
     """
-    from softmax_rnn.models import SoftmaxRNNForCausalLM  # slow to import
-    from softmax_rnn.training.run import model_config
+    from softmax_rnn.training.run import new_model  # slow to import
 
     tokens = torch.zeros(1, min(config.block_size, 4), dtype=torch.int64)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)  # the same answer each time
-            small = model_config(replace(config, num_layers=1, vocab_size=2), 2, 0)
-            SoftmaxRNNForCausalLM(small)(input_ids=tokens, labels=tokens).loss.backward()
+            small = new_model(replace(config, num_layers=1, vocab_size=2), 2, 0)
+            small(input_ids=tokens, labels=tokens).loss.backward()
     except Exception as error:  # an attention may raise anything
         raise ValueError(f"{name} cannot be trained: {type(error).__name__}: {error}") from error
 

@@ -143,6 +143,8 @@ _TASKS = {
         ("selective_copy", "Selective copying", "selective_copy"),
         ("parity", "Parity", "parity"),
         ("s5", "Products in S5", "s5"),
+        ("digits", "Digits as 64 pixels", "digits"),
+        ("listops", "Nested lists of 64 tokens", "listops"),
     )
 }
 _TASK: dict[str, Any] = {
@@ -151,6 +153,10 @@ _TASK: dict[str, Any] = {
     **{"block_size": 64, "batch_size": 32, "steps": 1_000, "learning_rate": 3e-3},
     **{"schedule_steps": None, "warmup_steps": None, "gradient_clip": 1.0},
     **{"evaluate_every": 100, "save_every": 1_000, "stop_at_accuracy": 0.99},
+}
+_BOTH: dict[str, Any] = {
+    **{name: value for name, value in _TASK.items() if name not in ("layer", "stop_at_accuracy")},
+    **{"causal": False, "block_size": 66},
 }
 # Two layers of [short convolution, attention] without an MLP, as zoology's; rotary positions are
 # not needed, since a pair is a key and the next token.
@@ -188,7 +194,7 @@ _SMALL_RECALL: dict[str, Any] = {
 _UNSTEADY: dict[str, Any] = {"skip_non_finite": 100, "log_every": 5}
 _CONDITIONS: dict[str, Mapping[str, Any]] = {
     **{"base": {}, "long": {"block_size": 4096}, "family": {}, "stability": _UNSTEADY},
-    **{"recall": _SMALL_RECALL, "task": _TASK},
+    **{"recall": _SMALL_RECALL, "task": _TASK, "both": _BOTH},
 }
 _DEMO = {
     **PRESETS["demo"],
@@ -206,6 +212,7 @@ _DEMO_CONDITIONS = {
     "stability": {**_UNSTEADY, "num_layers": 2, "steps": 600},
     "recall": _DEMO_RECALL,
     "task": _TASK,
+    "both": _BOTH,
 }
 
 SCALES: dict[str, Scale] = {

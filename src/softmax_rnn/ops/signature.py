@@ -214,7 +214,8 @@ def _rounded(shape: torch.Size) -> torch.Size:
 
 def _of_example(shape: torch.Size) -> torch.Size:
     """The shape with sizes of the example in place of those that ``torch.export`` leaves open."""
-    return torch.Size(x.node.hint if isinstance(x, torch.SymInt) else x for x in shape)
+    sizes: list[Any] = list(shape)
+    return torch.Size([x.node.hint if isinstance(x, torch.SymInt) else x for x in sizes])
 
 
 def _of_keys(x: tuple[Any, ...], keys: int) -> tuple[Any, ...]:

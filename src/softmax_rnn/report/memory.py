@@ -49,14 +49,13 @@ def layer_memory(config: RunConfig) -> LayerMemory:
 
 @lru_cache(maxsize=256)
 def _layer_memory(fields: str) -> LayerMemory:
-    from softmax_rnn.models import SoftmaxRNNForCausalLM  # slow to import
-    from softmax_rnn.training.run import model_config
+    from softmax_rnn.training.run import new_model  # slow to import
 
     config = RunConfig.from_dict(json.loads(fields))
     one_layer = replace(config, num_layers=1, vocab_size=1)
     try:
         with torch.device("meta"):
-            model = SoftmaxRNNForCausalLM(model_config(one_layer, 1, 0))
+            model = new_model(one_layer, 1, 0)
             layer = model.model.layers[0].self_attn
             # After any feature map of the layer's own: as they are cached.
             given = layer.project(torch.empty(1, 1, config.hidden_size))

@@ -40,7 +40,7 @@ from softmax_rnn._utils.integrity import MANIFEST, damage
 from softmax_rnn._utils.progress import notice
 from softmax_rnn.models.configuration import SoftmaxRNNConfig
 from softmax_rnn.models.loading import load_model
-from softmax_rnn.models.modeling import SoftmaxRNNForCausalLM
+from softmax_rnn.models.modeling import SoftmaxRNNForCausalLM, SoftmaxRNNForMaskedLM
 from softmax_rnn.training.distributed import OTHER_FAILED
 from softmax_rnn.training.folder import RunFolder
 
@@ -194,7 +194,8 @@ def load_trained(folder: Path) -> PreTrainedModel:
         raise ValueError(
             f"{folder} holds what was trained of a conversion so far: finish the run to use it."
         )
-    model = SoftmaxRNNForCausalLM(config)
+    kind = SoftmaxRNNForCausalLM if config.is_causal else SoftmaxRNNForMaskedLM
+    model = kind(config)
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     with _raising_own_failure(rank=0):
         load(tensors, storage_reader=HuggingFaceStorageReader(str(folder / STATE)), no_dist=True)

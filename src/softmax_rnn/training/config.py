@@ -303,6 +303,8 @@ class RunConfig(TrainingConfig):
         num_kv_heads: key/value heads per layer; by default num_heads.
         vocab_size: rows of the embedding; by default the size of the tokenizer's vocabulary.
         initializer_range: standard deviation of the initial weights (the paper: 0.02).
+        causal: whether tokens see earlier ones alone. Otherwise the model is an encoder: of text it
+            predicts hidden tokens (15%), each in its place; a task's answers are as they were.
     """
 
     tokenizer: str = "bytes"
@@ -313,6 +315,7 @@ class RunConfig(TrainingConfig):
     num_kv_heads: PositiveInt | None = None
     vocab_size: PositiveInt | None = None
     initializer_range: NonNegative = 0.05
+    causal: bool = True
 
     _divisors: ClassVar[tuple[tuple[str, str], ...]] = (
         ("num_heads", "hidden_size"),
@@ -322,6 +325,11 @@ class RunConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name, only in (("packing", "blocks"), ("context_parallel", 1)):
+            if not self.causal and getattr(self, name) != only:
+                raise ValueError(
+                    f"causal=false needs {name}={only!r}, not {getattr(self, name)!r}."
+                )
         if (self.hidden_size // self.num_heads) % 2:
             raise ValueError(
                 f"hidden_size={self.hidden_size} over num_heads={self.num_heads} gives heads of "

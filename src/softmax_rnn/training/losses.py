@@ -17,7 +17,7 @@ from softmax_rnn.training.config import ConversionConfig, Precision, TrainingCon
 class TokenLosses(NamedTuple):
     """The predictions of N rows of T tokens; each tensor [N, T - 1] leaves out a row's first token.
 
-    With labels that are shifted already, each is [N, T].
+    With labels that are shifted already, and of an encoder, each is [N, T].
 
     Attributes:
         losses: minus the log-likelihood of the token, in nats; 0 where ``predicted`` is false.
@@ -35,14 +35,17 @@ def token_losses(model: nn.Module, batch: dict[str, Tensor]) -> TokenLosses:
     """The loss of every token of a batch, in float32.
 
     Args:
-        model: a causal language model in evaluation mode.
+        model: a language model in evaluation mode, causal or an encoder, whose labels are of the
+            tokens in their places.
         batch: ``input_ids`` and ``labels`` [N, T], and ``attention_mask`` if there is padding; or
             ``shift_labels`` [N, T], the labels of the next tokens.
     """
     inputs = {name: x for name, x in batch.items() if name not in ("labels", "shift_labels")}
     labels = batch.get("shift_labels")
     logits = model(**inputs, use_cache=False).logits
-    if labels is None:
+    if not getattr(model.config, "is_causal", True):
+        labels = batch["labels"]
+    elif labels is None:
         labels, logits = batch["labels"][:, 1:], logits[:, :-1]
     logits = logits.float()
     losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")

@@ -24,6 +24,7 @@ from softmax_rnn.conversion.trainable import conversion_model
 from softmax_rnn.data import (
     SPLITS,
     DocumentRows,
+    MaskedBlocks,
     PreparedCorpus,
     Rows,
     SegmentedBlocks,
@@ -40,7 +41,12 @@ from softmax_rnn.data import (
     progress_bar,
     task_tokenizer,
 )
-from softmax_rnn.models import SoftmaxRNNConfig, SoftmaxRNNForCausalLM, initialize
+from softmax_rnn.models import (
+    SoftmaxRNNConfig,
+    SoftmaxRNNForCausalLM,
+    SoftmaxRNNForMaskedLM,
+    initialize,
+)
 from softmax_rnn.models.loading import HUB
 from softmax_rnn.training import compilation
 from softmax_rnn.training.checkpoint import newest_whole, read_progress
@@ -121,15 +127,19 @@ def load_rows(
             raise ValueError(
                 f"{tracker}=true needs an additional package: pip install 'softmax-rnn[{tracker}]'."
             )
+    causal = not isinstance(config, RunConfig) or config.causal
     if is_task(config.corpus):
         task = parse_task(config.corpus, config.block_size)
-        test_rows = TaskRows(task.for_testing(), config.evaluate_on, config.split_seed)
-        return TaskCorpus.of(task, test_rows), TaskRows(task, "train", config.seed), test_rows
+        tested = task.for_testing(config.evaluate_on)
+        test_rows = TaskRows(tested, config.evaluate_on, config.split_seed, causal)
+        train_rows = TaskRows(task, "train", config.seed, causal)
+        return TaskCorpus.of(task, test_rows), train_rows, test_rows
     corpus = load_corpus(config, create=create)
     corpus.check_unchanged()
     if config.evaluate_on == "validation":
         corpus = ValidationCorpus.of(corpus, config.test_fraction, config.split_seed)
-    train, test = (_ROWS[config.packing](corpus, split, config.block_size) for split in SPLITS)
+    kind = _ROWS[config.packing] if causal else MaskedBlocks
+    train, test = (kind(corpus, split, config.block_size) for split in SPLITS)
     return corpus, train, test
 
 
@@ -142,6 +152,17 @@ def run_tokenizer(config: TrainingConfig) -> PreTrainedTokenizerBase:
         return load_tokenizer(name, end_of_text=config.end_of_text, local=local)
     assert isinstance(config, RunConfig)
     return load_tokenizer(config.tokenizer, end_of_text=config.end_of_text)
+
+
+def new_model(config: RunConfig, vocab_size: int, end_of_text: int | None) -> PreTrainedModel:
+    """The model of a run, of ``vocab_size`` ids with that of :func:`hidden_ids`."""
+    kind = SoftmaxRNNForCausalLM if config.causal else SoftmaxRNNForMaskedLM
+    return kind(model_config(config, vocab_size, end_of_text))
+
+
+def hidden_ids(config: RunConfig) -> int:
+    """The number of ids beyond the vocabulary: one in place of hidden tokens, or none."""
+    return int(not config.causal and not is_task(config.corpus))
 
 
 def model_config(config: RunConfig, vocab_size: int, end_of_text: int | None) -> SoftmaxRNNConfig:
@@ -166,7 +187,8 @@ def model_config(config: RunConfig, vocab_size: int, end_of_text: int | None) ->
         rms_norm_eps=1e-5,
         bos_token_id=None,
         eos_token_id=end_of_text,
-        use_cache=True,
+        use_cache=config.causal,
+        is_causal=config.causal,
     )
 
 
@@ -262,7 +284,8 @@ def _model(
             )
         return found, source
     assert isinstance(config, RunConfig)
-    model = SoftmaxRNNForCausalLM(model_config(config, size, corpus.manifest["end_of_text"]))
+    size += hidden_ids(config)
+    model = new_model(config, size, corpus.manifest["end_of_text"])
     initialize(model, config.seed)
     return model, None
 
