@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import re
 import runpy
 from importlib.metadata import version
 from pathlib import Path
 
+import jupytext
+import matplotlib as mpl
 import pytest
+import torch
 
 import softmax_rnn
 from softmax_rnn.ops import reference
@@ -38,6 +43,33 @@ def test_the_python_of_a_page_runs(
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
     exec("\n".join(blocks), {})
+
+
+def test_the_tour_has_the_outputs_of_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text is compared; pictures differ by fonts, and must only be there."""
+    monkeypatch.chdir(DOCS)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    notebook = jupytext.read(DOCS / "tour.ipynb")
+    source = jupytext.read(DOCS / "tour.py")
+    assert [(cell.cell_type, cell.source) for cell in notebook.cells] == [
+        (cell.cell_type, cell.source) for cell in source.cells
+    ], "make tour"
+    names: dict[str, object] = {}
+    with torch.random.fork_rng(), mpl.rc_context():
+        try:
+            for cell in (each for each in notebook.cells if each.cell_type == "code"):
+                written = io.StringIO()
+                with contextlib.redirect_stdout(written):
+                    exec(cell.source, names)
+                assert written.getvalue() == "".join(
+                    output.text for output in cell.outputs if output.output_type == "stream"
+                )
+                images = [
+                    output for output in cell.outputs if "image/png" in output.get("data", ())
+                ]
+                assert len(images) == cell.source.count("plt.show()")
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 def test_every_public_name_is_in_the_reference() -> None:
