@@ -7,7 +7,7 @@ WORKERS ?= 2
 # Training runs share the cores out themselves.
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-all fuzz lint format docs bench bench-gpu constraints clean
+.PHONY: demo test test-all fuzz lint format docs tour bench bench-gpu constraints clean
 
 demo: $(VENV)/.run  ## train six variants side by side and report (about 6 minutes on 2 cores)
 	$(BIN)/softmax-rnn compare softmax norm gate linear_elu linear_relu linear_cosine --preset demo --out runs/demo
@@ -30,6 +30,10 @@ lint: $(VENV)/.dev  ## style, format, types and the layers of imports
 
 docs: $(VENV)/.dev  ## the site, in build/site
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/site
+
+tour: $(VENV)/.dev  ## run docs/tour.py, and write docs/tour.ipynb with its outputs
+	cd docs && ../$(BIN)/python -c "import jupytext, nbclient; book = jupytext.read('tour.py'); \
+		nbclient.NotebookClient(book, record_timing=False).execute(); jupytext.write(book, 'tour.ipynb')"
 
 format: $(VENV)/.dev  ## mend style and format
 	$(BIN)/ruff check --fix .

@@ -30,13 +30,11 @@ html_css_files = ["site.css"]
 html_math_renderer = "mathml"
 html_copy_source = False
 # A page without a server or the network: it stands beside the others as it is.
-html_extra_path = [name for name in ("slider.html",) if (ROOT / "docs" / name).exists()]
+html_extra_path = ["slider.html"]
 
 nitpicky = True
 # Other packages' documentation is on the network; private names have none.
 nitpick_ignore_regex = [(r"py:.*", r"(?!softmax_rnn\.).*|.*\._.*")]
-# The tour has its place in the contents before it is written.
-suppress_warnings = [] if (ROOT / "docs" / "tour.ipynb").exists() else ["toc.not_readable"]
 
 # Notebooks are shown with the outputs that they were committed with.
 nb_execution_mode = "off"

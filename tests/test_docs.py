@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import re
 import runpy
 from importlib.metadata import version
 from pathlib import Path
 
+import jupytext
+import matplotlib as mpl
 import pytest
+import torch
 
 import softmax_rnn
 from softmax_rnn.ops import reference
@@ -28,6 +33,18 @@ def test_tables_of_readme_are_those_of_the_measurements() -> None:
         assert script["fill"](path) == path.read_text(encoding="utf-8"), "python docs/readme.py"
 
 
+def test_readme_is_short_and_its_links_lead_somewhere() -> None:
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    assert text.count("\n") <= 150
+    links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?\)", text)
+    for path, anchor in links:
+        target = DOCS.parent / path
+        assert target.exists(), path
+        headings = re.findall(r"^#+ (.*)$", target.read_text("utf-8"), flags=re.M) if anchor else []
+        slugs = [re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings]
+        assert not anchor or anchor in slugs, anchor
+
+
 PAGES = sorted([DOCS.parent / "README.md", DOCS / "start.md", *DOCS.glob("howto/*.md")])
 
 
@@ -38,6 +55,33 @@ def test_the_python_of_a_page_runs(
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
     exec("\n".join(blocks), {})
+
+
+def test_the_tour_has_the_outputs_of_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text is compared; pictures differ by fonts, and must only be there."""
+    monkeypatch.chdir(DOCS)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    notebook = jupytext.read(DOCS / "tour.ipynb")
+    source = jupytext.read(DOCS / "tour.py")
+    assert [(cell.cell_type, cell.source) for cell in notebook.cells] == [
+        (cell.cell_type, cell.source) for cell in source.cells
+    ], "make tour"
+    names: dict[str, object] = {}
+    with torch.random.fork_rng(), mpl.rc_context():
+        try:
+            for cell in (each for each in notebook.cells if each.cell_type == "code"):
+                written = io.StringIO()
+                with contextlib.redirect_stdout(written):
+                    exec(cell.source, names)
+                assert written.getvalue() == "".join(
+                    output.text for output in cell.outputs if output.output_type == "stream"
+                )
+                images = [
+                    output for output in cell.outputs if "image/png" in output.get("data", ())
+                ]
+                assert len(images) == cell.source.count("plt.show()")
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 def test_every_public_name_is_in_the_reference() -> None:
