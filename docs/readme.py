@@ -48,8 +48,8 @@ EXTRAS = {
     "hf": "the Llama, its caches and conversion",
     "train": "corpora, training and generation",
     "report": "comparisons, figures, claims and analysis",
-    "all": "all of these, with Slurm (`cluster`), `tensorboard`, `wandb`, GGUF files (`gguf`), "
-    "peft (`convert`) and lm_eval (`evaluate`)",
+    "all": "all of these, with Slurm (`cluster`), scikit-learn's digits (`digits`), "
+    "`tensorboard`, `wandb`, GGUF files (`gguf`), peft (`convert`) and lm_eval (`evaluate`)",
 }
 
 

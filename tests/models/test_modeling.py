@@ -176,6 +176,15 @@ def test_chunks_against_a_cache(name: str) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-4)
 
 
+def test_arguments_of_the_stack_by_position() -> None:
+    """As many as ``LlamaModel`` takes: the fourth one is the cache."""
+    model, ids = build("taylor:2").model, torch.randint(0, 61, (1, 9))
+    cache = sr.RecurrentCache()
+    found = [model(part, None, None, cache)[0] for part in ids.split([5, 4], dim=1)]
+    torch.testing.assert_close(torch.cat(found, dim=1), model(ids)[0], atol=1e-4, rtol=1e-4)
+    assert cache.get_seq_length() == 9
+
+
 @pytest.mark.parametrize("cache", [DynamicCache, sr.RecurrentCache])
 def test_features_that_depend_on_positions_against_a_cache(cache: type) -> None:
     """cosFormer of a length at which positions matter."""

@@ -100,6 +100,7 @@ class SoftmaxRNNModel(SoftmaxRNNPreTrainedModel, LlamaModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        *args: Any,
         **kwargs: Any,
     ) -> Any:
         """As ``LlamaModel``; in an encoder, positions begin at the first visible token.
@@ -117,7 +118,7 @@ class SoftmaxRNNModel(SoftmaxRNNPreTrainedModel, LlamaModel):
             places = torch.arange(attention_mask.shape[1], device=attention_mask.device)
             first = (attention_mask != 0).int().argmax(dim=-1, keepdim=True)
             position_ids = (places - first).clamp(min=0)
-        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
+        return super().forward(input_ids, attention_mask, position_ids, *args, **kwargs)
 
 
 class _WithHead(SoftmaxRNNPreTrainedModel, LlamaForCausalLM):
