@@ -148,7 +148,7 @@ def test_a_command_names_the_extra_that_it_lacks(
 def test_the_table_is_that_of_the_package() -> None:
     """Every dependency of an extra that commands need is in the table, under its import name."""
     extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
-    imported = {"huggingface-hub": "huggingface_hub", "pyyaml": "yaml"}
+    imported = {"huggingface-hub": "huggingface_hub", "pyyaml": "yaml", "scikit-learn": "sklearn"}
     for extra in sorted(set(extras) - {"all", "dev", "docs", "triton"}):
         for line in extras[extra]:
             name = re.match(r"[\w-]+", line)[0]  # type: ignore[index]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from cases import WIDENED, Shape, assert_close, make_case
-from softmax_rnn.ops.layer.parts import ShortConvolution
+from softmax_rnn.ops.layer.parts import ShortConvolution, last_inputs
 from strategies import specs
 from test_window import PER_TOKEN
 
@@ -103,13 +103,14 @@ def test_a_short_convolution_sees_no_padding() -> None:
     for split in SPLITS:
         outs, earlier = [], None
         for tokens, seen in zip(x.split(split, 1), shown.split(split, 1), strict=True):
-            out, earlier = convolution(tokens, seen, earlier)
+            out, inputs = convolution(tokens, seen, earlier)
+            earlier = last_inputs(inputs, seen, tokens.shape[1])
             outs.append(out)
         found = torch.cat(outs, 1)
         for row, tokens in enumerate(shown):
-            expected, last = convolution(x[row : row + 1, tokens], None, None)
+            expected, inputs = convolution(x[row : row + 1, tokens], None, None)
             torch.testing.assert_close(found[row, tokens], expected[0])
-            torch.testing.assert_close(earlier[row], last[0])
+            torch.testing.assert_close(earlier[row], inputs[0, -3:])
 
 
 @given(
