@@ -47,6 +47,8 @@ bench: $(VENV)/.dev  ## speed and memory on the CPU, and docs/performance.md (ab
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.decode
 	$(BIN)/python -m benchmarks.prepare
+	$(BIN)/python -m benchmarks.packing
+	$(BIN)/python -m benchmarks.prefix
 	$(BIN)/python docs/performance.py
 
 bench-gpu: $(VENV)/.dev  ## the same on a GPU; benchmarks.gpu_session: the most important
