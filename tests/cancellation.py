@@ -109,4 +109,6 @@ def exact(
     if spec.row_sum is not None:
         total = total + spec.row_sum.offset
     out = series @ v / total.unsqueeze(-1)
-    return Exact(out, total, eps * rounding, v.abs().amax((2, 3)).unsqueeze(2))
+    # What is below the range of float32 has lost digits, or is 0 on processors that say so.
+    rounding = eps * rounding + keys * torch.finfo(torch.float32).tiny
+    return Exact(out, total, rounding, v.abs().amax((2, 3)).unsqueeze(2))

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, library
 
@@ -29,6 +29,7 @@ from strategies import coefficients
 LONGEST, ERRORS = 64, 64.0
 EPS = torch.finfo(torch.float32).eps
 # `tokens` and `calls` decode: one token in PyTorch's operations, and in one call of C++.
+FADED = "the same key with both signs"  # of which a sum of 2e-42 is left
 ENGINES = ("torch", "native", "recurrent", "tokens", "calls")
 
 
@@ -117,6 +118,9 @@ def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: sr.AttentionSpec, 
     causal=st.booleans(),
     engine=st.sampled_from(ENGINES),
     seed=st.integers(0, 999),
+)
+@example(
+    "power", 1, (1.0,), "token", 3.0, "relu", "sum", FADED, 0.3, 1, 1, 24, [], True, "tokens", 7
 )
 def test_keys_that_cancel(
     series: str,
