@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM
 
+from softmax_rnn.cli.main import main
 from softmax_rnn.training import train
 from softmax_rnn.training.losses import token_losses
 from softmax_rnn.training.run import load_rows
 from tiny import TINY, rows, tiny
 
 
-def test_a_run_on_hidden_tokens(texts: Path, tmp_path: Path) -> None:
+def test_a_run_on_hidden_tokens(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tiny(texts, attention="taylor:2+decay", causal=False, learning_rate=1e-2)
     folder = train(config, tmp_path / "run")
     assert rows(train(config, tmp_path / "again")) == rows(folder)
@@ -29,6 +32,10 @@ def test_a_run_on_hidden_tokens(texts: Path, tmp_path: Path) -> None:
         ids, labels = first["input_ids"][None], first["labels"][None]
         loss = model(input_ids=ids, labels=labels).loss
     assert float(loss) == pytest.approx(float(folder.test_losses[0]), rel=1e-5)
+    for command in ("generate", "evaluate", "analyze"):  # of decoders
+        options = ["--prompt", "a"] if command == "generate" else []
+        assert main([command, str(folder.path), *options]) == 2
+        assert "an encoder (is_causal=False) is loaded by" in capsys.readouterr().err
     # Hidden tokens are predicted from later ones as well, up to the block's end.
     place = int((labels[0] != -100).nonzero()[0])
     with torch.no_grad():

@@ -128,7 +128,8 @@ class _WithHead(SoftmaxRNNPreTrainedModel, LlamaForCausalLM):
         if config.is_causal != is_causal:
             raise ValueError(
                 f"The configuration of a {type(self).__name__} must have is_causal={is_causal}, "
-                f"not {config.is_causal}."
+                f"not {config.is_causal}: an encoder (is_causal=False) is loaded by "
+                "AutoModelForMaskedLM, and a decoder by AutoModelForCausalLM."
             )
         # Skip LlamaForCausalLM's __init__: it would build a decoder stack that is not used.
         super(LlamaForCausalLM, self).__init__(config)
