@@ -226,7 +226,7 @@ def following(
     elif first is not None:
         call.first_k, call.first_v = first.k.data_ptr(), first.v.data_ptr()
         call.first_visible = first.visible.data_ptr()
-    call.growth, call.threads = math.sqrt(1 + int(state.tokens)), cpp.threads()
+    call.growth, call.threads = math.sqrt(1 + int(state.tokens)), torch.get_num_threads()
     alike.function(ctypes.byref(call))
     if call.unsure:
         return None
