@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 import softmax_rnn as sr
 from converted_families import IDS, LEFT, converted
 from softmax_rnn.models import generation
-from softmax_rnn.models.cache import LAYERS
+from softmax_rnn.models.cache_layers import LAYERS
 from test_modeling import GREEDY, HYBRID, build
 
 # Our own models; families whose layers have states, all keys, or a window of keys.

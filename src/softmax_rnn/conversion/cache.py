@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from softmax_rnn.models.cache import LAYERS, RecurrentLayer
+from softmax_rnn.models.cache_layers import LAYERS, RecurrentLayer
 from softmax_rnn.ops import hidden_first, taken
 
 

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import os
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from softmax_rnn._utils.files import file_aside
-from softmax_rnn.ops import (
-    FEATURE_MAPS,
-    AttentionCore,
-    AttentionSpec,
-    LayerOptions,
-    Projected,
-    State,
-    compute_dtype,
-    key_widths,
-    powers,
-    state_size,
-)
+from softmax_rnn.models.cache_layers import LAYERS, RecurrentLayer
+from softmax_rnn.models.sizes import cache_bytes
 
 
 class RecurrentCache(Cache):
@@ -201,164 +190,6 @@ class RecurrentCache(Cache):
         return cls(static, layers)
 
 
-class RecurrentLayer(CacheLayerMixin):
-    """The state of one layer, for transformers' generation."""
-
-    is_sliding = False
-    is_croppable = True
-    supports_early_init = False
-    record_past = False
-    _state: State | None = None
-    # The state before the recorded tokens, and the arguments of :meth:`attend` since.
-    _before: State | None
-    _past: list[tuple[AttentionCore, Tensor, Projected, dict[str, Any]]]
-
-    def __init__(self, static: bool = False) -> None:
-        super().__init__()
-        self.is_compileable = static
-        self.state = None
-
-    @property
-    def state(self) -> State | None:
-        """The state after all tokens so far; ``None`` before the first."""
-        return self._state
-
-    @state.setter
-    def state(self, new: State | None) -> None:
-        if new is None or not self.is_compileable:
-            self._state = new
-        elif self._state is None or self._state.sums.shape != new.sums.shape:
-            self._state = new.fixed()
-        else:
-            self._state.update_(new)
-        self._before, self._past = None, []  # of another state
-
-    def attend(
-        self, core: AttentionCore, hidden_states: Tensor, projected: Projected, **options: Any
-    ) -> Tensor:
-        """``core.attend`` of the tokens after the state, which then is the state after them."""
-        before, past = self._before, self._past
-        if self.record_past and not past:
-            before = self._kept()
-        out, self.state = core.attend(
-            hidden_states, projected, state=self.state, return_state=True, **options
-        )
-        if self.record_past:
-            self._before, self._past = before, [*past, (core, hidden_states, projected, options)]
-        return out
-
-    def _kept(self) -> State | None:
-        """The state as it is now; one at fixed addresses would change."""
-        return self.state.fixed() if self.state is not None and self.is_compileable else self.state
-
-    def activate_past_recording(self) -> None:
-        """Keep the state before the next tokens, and what it takes to compute those again."""
-        self.record_past = True
-
-    @property
-    def removable(self) -> int:
-        """How many tokens :meth:`crop` can take back."""
-        return sum(projected.q.shape[2] for _, _, projected, _ in self._past)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back up to :attr:`removable` tokens, a number <= 0: those before are added again."""
-        kept, state, past = self.removable + tokens_to_remove, self._before, self._past
-        if not tokens_to_remove:
-            state, past = self.state, []
-        for core, hidden_states, projected, options in past:
-            tokens = min(kept, projected.q.shape[2])
-            if tokens > 0:
-                mask = options.get("mask")
-                shown = None if mask is None else mask[..., :tokens]
-                options = {**options, "mask": shown, "state": state, "return_state": True}
-                _, state = core.attend(
-                    hidden_states[:, :tokens], projected.first(tokens), **options
-                )
-            kept -= tokens
-        self.state = state
-
-    def copied(self) -> Self:
-        """A layer of its own with the same state."""
-        twin = copy.copy(self)
-        twin._state = self._kept()
-        return twin
-
-    def update(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise an error: attention updates a state, keys and values do not."""
-        raise ValueError(
-            "A RecurrentCache holds states, not keys and values: it works with "
-            "SoftmaxRNNForCausalLM and a finite series."
-        )
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the first tokens create the state."""
-
-    def get_seq_length(self) -> int | Tensor:
-        """Positions seen so far; an int64 tensor in a static cache."""
-        return 0 if self.state is None else self.state.tokens
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int | Tensor]:
-        """The length and offset of the mask, which covers only the new keys."""
-        return query_length, self.get_seq_length()
-
-    def get_max_length(self) -> int:
-        """There is no maximum: -1."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name in older versions of transformers
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the state in bytes."""
-        return 0 if self.state is None else self.state.nbytes
-
-    def saved(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors, and the rest as plain data; nothing before the first tokens."""
-        if self.state is None:
-            return {}, {}
-        fields = {"spec": self.state.spec.to_dict(), "tokens": int(self.state.tokens)}
-        return self.state.tensors, fields
-
-    @classmethod
-    def restored(cls, tensors: dict[str, Tensor], fields: dict[str, Any], static: bool) -> Self:
-        """The layer of which :meth:`saved` has returned these."""
-        layer, spec = cls(static), AttentionSpec.from_dict(fields["spec"])
-        tokens = fields["tokens"]
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
-            raise ValueError(f"tokens must be an integer >= 0, not {tokens!r}.")
-        layer.state = State.from_tensors(spec, tokens, tensors)
-        layer.state.check_counts()
-        return layer
-
-    def reset(self) -> None:
-        """Delete the state."""
-        self.state = None
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select rows of the batch, for beam search."""
-        if self.state is not None:
-            self.state = self.state.select(beam_idx)
-
-    batch_select_indices = reorder_cache
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of the batch."""
-        if self.state is not None:
-            rows = torch.arange(len(self.state.visible), device=self.state.visible.device)
-            self.state = self.state.select(rows.repeat_interleave(repeats))
-
-
-# The layers that a saved cache may have, by their names in the file.
-LAYERS: dict[str, Any] = {"state": RecurrentLayer}
-# Where layers of transformers' caches have their tensors, or lists of them.
-_TENSORS = ("keys", "values", "conv_states", "recurrent_states")
-
-
-def cache_bytes(cache: Cache) -> int:
-    """The size of a cache's tensors, of any kind."""
-    return sum(_layer_bytes(layer) for layer in cache.layers)
-
-
 def _copied(layer: Any) -> Any:
     """A layer of its own with the same content, of any kind."""
     if type(layer) in LAYERS.values():
@@ -374,61 +205,3 @@ def _cloned(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_cloned, value))
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _layer_bytes(layer: Any) -> int:
-    if type(layer) in LAYERS.values():
-        return int(layer.nbytes)
-    found: list[Any] = [getattr(layer, name, None) for name in _TENSORS]
-    lists: list[list[Any]] = [list(x) if isinstance(x, list | tuple) else [x] for x in found]
-    return sum(x.nbytes for x in itertools.chain(*lists) if isinstance(x, Tensor))
-
-
-def recurrent_bytes(config: Any, dtype: torch.dtype, batch: int = 1) -> int | None:
-    """Bytes of a recurrent cache for a model of ``config``; ``None`` if it can have none."""
-    spec = config.spec
-    if not spec.has_state:
-        return None
-    options, kv_heads = config.options, config.num_key_value_heads
-    size = state_bytes(spec, options, kv_heads, config.head_dim, config.head_dim, dtype)
-    if options.short_convolution:  # of queries, keys and values
-        qk_dim = options.qk_dim or config.head_dim
-        channels = (config.num_attention_heads + kv_heads) * qk_dim + kv_heads * config.head_dim
-        size += (options.short_convolution - 1) * channels * dtype.itemsize
-    return batch * config.num_hidden_layers * size
-
-
-def state_bytes(
-    spec: AttentionSpec,
-    options: LayerOptions,
-    kv_heads: int,
-    head_dim: int,
-    value_width: int,
-    dtype: torch.dtype,
-) -> int:
-    """Bytes of a layer's sums and of the keys that it keeps besides, for one row of a batch."""
-    width, outside = key_widths(spec, options, head_dim)
-    numbers = state_size(spec, outside or width, value_width)
-    if spec.sums_can_cancel:  # and the magnitudes, and the largest value
-        numbers += len(powers(spec)) * (outside or width) + 1
-    size = kv_heads * numbers * compute_dtype(dtype).itemsize
-    decays = _decays(spec, width) or int(spec.decay == "head")
-    kept = FEATURE_MAPS[spec.feature_map](torch.empty(1, dtype=dtype)).dtype.itemsize
-    first = (width + value_width) * kept + decays * 8  # float64
-    recent = first + (outside or 0) * kept
-    for keys, each in ((spec.window or 0, recent), (spec.global_keys, first)):
-        size += keys * (kv_heads * each + 1)  # and whether it is visible
-    return size
-
-
-def key_value_bytes(config: Any, dtype: torch.dtype, tokens: int, batch: int = 1) -> int:
-    """Bytes of a key/value cache for a model of ``config`` after ``tokens`` tokens."""
-    heads = batch * config.num_hidden_layers * config.num_key_value_heads
-    keys, outside = key_widths(config.spec, config.options, config.head_dim)
-    numbers = keys + (outside or 0) + _decays(config.spec, keys) + config.head_dim
-    return heads * numbers * tokens * dtype.itemsize
-
-
-def _decays(spec: AttentionSpec, width: int) -> int:
-    """Number of log decays of a key of ``width``."""
-    return {"token": 1, "channel": width}.get(spec.decay, 0)
