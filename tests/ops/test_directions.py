@@ -13,6 +13,7 @@ from torch import Tensor
 
 import softmax_rnn as sr
 from cases import INPUTS, MASKS, WIDENED, Case, Shape, assert_close, make_case
+from segmented import ids_of, one_by_one
 from softmax_rnn.ops import directions, formula
 from strategies import comparable, specs, widths
 
@@ -200,6 +201,7 @@ def test_what_a_query_sees_may_all_have_faded() -> None:
     tokens=st.integers(1, 9),
     widths=widths(),
     outside_width=st.sampled_from([None, 6, 1]),
+    cuts=st.sets(st.integers(1, 8), max_size=4),
     seed=st.integers(0, 999),
 )
 def test_any_spec_is_the_formula(
@@ -212,15 +214,19 @@ def test_any_spec_is_the_formula(
     tokens: int,
     widths: tuple[int, int],
     outside_width: int | None,
+    cuts: set[int],
     seed: int,
 ) -> None:
     """The loops share nothing with any form: ``dense`` joins two directions, as all others do."""
     shape = Shape(1, 2, 1, tokens, tokens, *widths, outside_width)
     options: dict[str, Any] = {"inputs": inputs, "decay": decay, "backward": backward}
     case = make_case(spec, causal=causal, mask=mask, shape=shape, seed=seed, **options)
-    expected = comparable(lambda: case.in_units(case.run(formula.attention)))
+    rows = [sorted(cut for cut in cuts if cut < tokens)]
+    loops = one_by_one(rows, formula.attention)
+    expected = comparable(lambda: case.in_units(case.run(loops)))
+    segments = ids_of(rows, tokens) if cuts else None
     for form in case.forms:
-        found = case.in_units(case.run(sr.attention, form=form))
+        found = case.in_units(case.run(sr.attention, form=form, segments=segments))
         assert_close(found, expected, 1e-6 if inputs == "normal" else 1e-4, form)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from cases import (
     assert_close,
     make_case,
 )
+from segmented import ids_of, one_by_one
 from softmax_rnn.ops.segments import Segments
 from softmax_rnn.ops.spec import AttentionSpec
 from strategies import comparable, specs, widths
@@ -27,42 +28,6 @@ from strategies import comparable, specs, widths
 TOKENS = 61
 CUTS = [[3, 4, 30], [20, 55]]  # of two rows: one token, a few, more than a window
 ROWS = Shape(queries=TOKENS, keys=TOKENS)
-DECAYS = "log_decay", "backward_log_decay"
-OF_TOKENS = ("input_gate", "output_gate", *DECAYS, "outside_q", "outside_k")
-
-
-def ids_of(cuts: Sequence[Sequence[int]], tokens: int = TOKENS) -> Tensor:
-    """Numbers of segments that begin at these places; they are no counts, and come again."""
-    return torch.stack(
-        [torch.tensor([(7, -2)[sum(s >= cut for cut in row) % 2] for s in range(tokens)])
-         for row in cuts]
-    )  # fmt: skip
-
-
-def one_by_one(cuts: Sequence[Sequence[int]]) -> Any:
-    """Attention of every segment alone."""
-
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask: Tensor | None, **extras: Any
-    ) -> Tensor:
-        rows = []
-        for b, row in enumerate(cuts):
-            parts = []
-            for first, last in zip([0, *row], [*row, q.shape[2]], strict=True):
-                here = slice(b, b + 1), slice(None), slice(first, last)
-                own = {
-                    name: x[here] if name in OF_TOKENS and x.ndim > 1 else x
-                    for name, x in extras.items()
-                }
-                seen = None
-                if mask is not None:
-                    full = mask.expand(len(q), *mask.shape[1:])[b : b + 1, :, :, first:last]
-                    seen = full if full.shape[2] == 1 else full[:, :, first:last]
-                parts.append(sr.attention(q[here], k[here], v[here], spec, mask=seen, **own))
-            rows.append(torch.cat(parts, dim=2))
-        return torch.cat(rows)
-
-    return attend
 
 
 SPECS = {**{name: sr.variant(name) for name in VARIANTS}, **WIDENED}
@@ -75,7 +40,7 @@ def test_each_is_what_it_is_alone(name: str) -> None:
         for mask in MASKS:
             case = make_case(spec, causal=causal, mask=mask, shape=ROWS, backward=True)
             expected = case.run(one_by_one(CUTS))
-            found = case.run(sr.attention, segments=ids_of(CUTS))
+            found = case.run(sr.attention, segments=ids_of(CUTS, TOKENS))
             assert_close(case.in_units(found), case.in_units(expected), 1e-10, f"{causal} {mask}")
 
 
@@ -84,7 +49,7 @@ def test_every_form(name: str) -> None:
     case = make_case(SPECS[name], shape=ROWS)
     expected = case.run(one_by_one(CUTS))
     for form in case.forms:
-        found = case.run(sr.attention, segments=ids_of(CUTS), form=form)
+        found = case.run(sr.attention, segments=ids_of(CUTS, TOKENS), form=form)
         assert_close(case.in_units(found), case.in_units(expected), 1e-9, form)
 
 
@@ -132,7 +97,7 @@ def test_any_spec_and_any_segments(
 @pytest.mark.parametrize("causal", [True, False])
 def test_nothing_of_another_segment_is_read(causal: bool) -> None:
     q, k, v = torch.randn(3, 2, 2, TOKENS, 4, generator=torch.Generator().manual_seed(0))
-    ids = ids_of(CUTS)
+    ids = ids_of(CUTS, TOKENS)
     expected = sr.attention(q, k, v, "softmax", causal=causal, segments=ids)
     others = [(4, 30), (20, 55)]  # a segment of each row
     for b, (first, last) in enumerate(others):
