@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -218,6 +218,7 @@ def test_any_spec_is_the_formula(
     seed: int,
 ) -> None:
     """The loops share nothing with any form: ``dense`` joins two directions, as all others do."""
+    assume(spec.norm != "l2" or inputs != "sparse")  # without a derivative at outputs of 0
     shape = Shape(1, 2, 1, tokens, tokens, *widths, outside_width)
     options: dict[str, Any] = {"inputs": inputs, "decay": decay, "backward": backward}
     case = make_case(spec, causal=causal, mask=mask, shape=shape, seed=seed, **options)

@@ -44,7 +44,11 @@ def normalized(
 
 
 def unit(x: Tensor) -> Tensor:
-    """``x / |x|`` over the last dimension, at any scale; zero vectors stay zero."""
+    """``x / |x|`` over the last dimension, at any scale; zero vectors stay zero.
+
+    It has no derivative at a zero vector. The gradient that it passes on there is its own, in units
+    of the sums at hand.
+    """
     found = _unit(x) if torch.compiler.is_compiling() else _Unit.apply(x)
     direction: Tensor = found[0]
     return direction
