@@ -218,13 +218,15 @@ def test_any_spec_is_the_formula(
     seed: int,
 ) -> None:
     """The loops share nothing with any form: ``dense`` joins two directions, as all others do."""
-    assume(spec.norm != "l2" or inputs != "sparse")  # without a derivative at outputs of 0
     shape = Shape(1, 2, 1, tokens, tokens, *widths, outside_width)
     options: dict[str, Any] = {"inputs": inputs, "decay": decay, "backward": backward}
     case = make_case(spec, causal=causal, mask=mask, shape=shape, seed=seed, **options)
     rows = [sorted(cut for cut in cuts if cut < tokens)]
     loops = one_by_one(rows, formula.attention)
     expected = comparable(lambda: case.in_units(case.run(loops)))
+    # The norm of an output of 0 has no derivative, and in the loops weights of exp underflow to it.
+    zero = not expected["out"].any(-1).all()
+    assume(not (zero and spec.norm == "l2" and inputs != "normal"))
     segments = ids_of(rows, tokens) if cuts else None
     for form in case.forms:
         found = case.in_units(case.run(sr.attention, form=form, segments=segments))

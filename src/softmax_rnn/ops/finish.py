@@ -97,8 +97,9 @@ def row_sum(
             height = sink.to(total.dtype).unsqueeze(-1)
             height = height if scale is None else height - scale
             total = total + height.clamp(max=_MAX_SINK[total.dtype]).exp()
-        if rule.floor:
-            total = total.maximum(rule.floor * unit)
+    bare = total
+    if rule.floor:
+        total = total.maximum(rule.floor * unit)
     minimum = sums.noise
     if guarded(sums, spec):
         assert largest is not None
@@ -107,8 +108,10 @@ def row_sum(
         minimum = least if minimum is None else least.fmax(minimum)  # 0 / 0 for values of 0
     if minimum is not None:
         minimum = minimum if remaining is None else minimum * remaining.exp()
-        size = total if spec.sign_definite else total.abs()
+        small = (total if spec.sign_definite else total.abs()) < minimum
+        if rule.floor:  # a sum that is certainly below it is no noise
+            small &= bare > -minimum
         sign = 1.0 if spec.sign_definite else torch.ones_like(total).masked_fill(total < 0, -1.0)
-        total = torch.where(size < minimum, minimum * sign, total)
+        total = torch.where(small, minimum * sign, total)
     empty = sums.weight_sum == 0  # no visible key, or all weights zero: 0 / 1
     return total.masked_fill(empty & (total == 0), 1.0), remaining

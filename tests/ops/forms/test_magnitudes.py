@@ -234,6 +234,20 @@ def test_triton_reads_the_same_noise(decay: str, device: str) -> None:
     torch.testing.assert_close(found.magnitudes, expected.magnitudes)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_sum_below_its_floor_is_no_noise(engine: str) -> None:
+    """Its rounding error is larger than the floor, by which it is divided all the same."""
+    spec = sr.AttentionSpec(series="taylor", order=3, floor=1.0)
+    q = torch.full((1, 1, 40, 1), 3e3)
+    k, v = -torch.ones(1, 1, 40, 1), torch.ones(1, 1, 40, 1)
+    scores = q.double() @ k.double().mT
+    weights = (1 + scores + scores**2 / 2 + scores**3 / 6).tril()
+    with torch.no_grad():
+        found = attended(q, k, v, spec, engine)
+    torch.testing.assert_close(found.double(), weights @ v.double(), rtol=1e-4, atol=0.0)
+    assert EPS * weights.abs().sum(-1).min() > spec.floor
+
+
 @pytest.mark.parametrize("width", [8, 64])
 @pytest.mark.parametrize(
     "name", ["power:1", "power:2", "taylor:1", "taylor:2", "taylor:4", "taylor:6"]
