@@ -231,3 +231,9 @@ def test_what_an_encoder_cannot_do_is_told(ids: torch.Tensor) -> None:
     full = torch.ones(2, 1, 13, 13, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"mask of its tokens, \[B, T\], not \[2, 1, 13, 13\]"):
         build(sr.SoftmaxRNNForSequenceClassification)(ids, attention_mask=full)
+    classifier, places = build(sr.SoftmaxRNNForSequenceClassification), torch.arange(13)[None]
+    for packed in ({"position_ids": places % 8}, {"cu_seq_lens_q": torch.tensor([0, 8, 13])}):
+        with pytest.raises(ValueError, match="this one holds several sequences"):
+            classifier(ids[:1], **packed)
+    whole = classifier(ids, position_ids=places, cu_seq_lens_q=torch.tensor([0, 13])).logits
+    torch.testing.assert_close(whole, classifier(ids).logits)

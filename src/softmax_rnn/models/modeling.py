@@ -216,8 +216,16 @@ class SoftmaxRNNForSequenceClassification(SoftmaxRNNPreTrainedModel):
             kwargs: further arguments of :class:`SoftmaxRNNModel` and of the loss.
 
         Raises:
-            ValueError: for a mask of another shape.
+            ValueError: for a mask of another shape, or for packed rows.
         """
+        bounds, restarts = kwargs.get("cu_seq_lens_q"), False
+        if position_ids is not None and attention_mask is None:
+            restarts = not torch.compiler.is_compiling() and bool((position_ids.diff() < 0).any())
+        if restarts or (bounds is not None and len(bounds) > 2):
+            raise ValueError(
+                "A row has one class, but this one holds several sequences: give each a row of its "
+                "own, with padding."
+            )
         if attention_mask is not None and attention_mask.ndim != 2:
             raise ValueError(
                 "The mean over a sequence needs a mask of its tokens, [B, T], not "
