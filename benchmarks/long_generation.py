@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks import measure
-from softmax_rnn.models.sizes import cache_bytes
+from softmax_rnn.models.cache_sizes import cache_bytes
 from softmax_rnn.training.opening import open_model
 
 PROMPT = "The theory of evolution by natural selection was first formulated in"

@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks import measure
 from softmax_rnn.models import SoftmaxRNNConfig, SoftmaxRNNForCausalLM, initialize
 from softmax_rnn.models.cache import RecurrentCache
-from softmax_rnn.models.sizes import cache_bytes
+from softmax_rnn.models.cache_sizes import cache_bytes
 
 SIZES = {
     "vocab_size": 257,

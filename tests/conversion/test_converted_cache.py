@@ -21,7 +21,7 @@ from converted_families import (
     source,
 )
 from softmax_rnn.conversion.cache import StateLayer
-from softmax_rnn.models.sizes import state_bytes
+from softmax_rnn.models.cache_sizes import state_bytes
 from test_modeling import GREEDY, HYBRID, build
 
 

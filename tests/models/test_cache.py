@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 import softmax_rnn as sr
 from quick import first_quick
-from softmax_rnn.models.sizes import key_value_bytes, recurrent_bytes
+from softmax_rnn.models.cache_sizes import key_value_bytes, recurrent_bytes
 from test_modeling import GREEDY, HYBRID, NAMES, build
 
 FINITE = [name for name in NAMES if sr.variant(name).has_state]

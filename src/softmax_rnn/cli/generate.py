@@ -16,7 +16,7 @@ from softmax_rnn.conversion.model import ConvertedModel
 from softmax_rnn.models import SoftmaxRNNForCausalLM
 from softmax_rnn.models.cache import RecurrentCache
 from softmax_rnn.models.cache_layers import RecurrentLayer
-from softmax_rnn.models.sizes import cache_bytes, key_value_bytes, recurrent_bytes
+from softmax_rnn.models.cache_sizes import cache_bytes, key_value_bytes, recurrent_bytes
 from softmax_rnn.training.opening import open_model
 
 

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache
 from softmax_rnn.analysis.evaluation import losses
 from softmax_rnn.conversion.heads import converted_heads, has_both, state_off, window_off
 from softmax_rnn.conversion.layer import substituted
-from softmax_rnn.models.sizes import cache_bytes
+from softmax_rnn.models.cache_sizes import cache_bytes
 from softmax_rnn.report.statistics import paired_difference
 
 _HEAD_ROWS = 4  # for the figures of heads

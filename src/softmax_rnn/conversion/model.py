@@ -36,9 +36,9 @@ from softmax_rnn.conversion.cache import KeyValueLayer, StateLayer
 from softmax_rnn.conversion.layer import CONVERTED, ConvertedLayer, converted_layers
 from softmax_rnn.conversion.record import ConvertedAttention
 from softmax_rnn.models.cache import RecurrentCache
+from softmax_rnn.models.cache_sizes import state_bytes
 from softmax_rnn.models.generation import OwnCacheGeneration, with_own_cache
 from softmax_rnn.models.initialization import reset_unloaded
-from softmax_rnn.models.sizes import state_bytes
 
 # The model type in a file. transformers prints it first, if it does not know it or if another class
 # is asked to read the file.

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from softmax_rnn._utils.files import file_aside
 from softmax_rnn.models.cache_layers import LAYERS, RecurrentLayer
-from softmax_rnn.models.sizes import cache_bytes
+from softmax_rnn.models.cache_sizes import cache_bytes
 
 
 class RecurrentCache(Cache):

@@ -31,11 +31,11 @@ from transformers.utils import can_return_tuple
 
 from softmax_rnn.models.attention import LlamaAttention
 from softmax_rnn.models.cache import RecurrentCache
+from softmax_rnn.models.cache_sizes import recurrent_bytes
 from softmax_rnn.models.configuration import MASKING, SoftmaxRNNConfig
 from softmax_rnn.models.generation import OwnCacheGeneration, with_own_cache
 from softmax_rnn.models.initialization import reset_unloaded
 from softmax_rnn.models.masks import mask_of_keys
-from softmax_rnn.models.sizes import recurrent_bytes
 from softmax_rnn.ops import compute_dtype
 
 
