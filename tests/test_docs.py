@@ -33,16 +33,8 @@ def test_tables_of_readme_are_those_of_the_measurements() -> None:
         assert script["fill"](path) == path.read_text(encoding="utf-8"), "python docs/readme.py"
 
 
-def test_readme_is_short_and_its_links_lead_somewhere() -> None:
-    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
-    assert text.count("\n") <= 150
-    links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?\)", text)
-    for path, anchor in links:
-        target = DOCS.parent / path
-        assert target.exists(), path
-        headings = re.findall(r"^#+ (.*)$", target.read_text("utf-8"), flags=re.M) if anchor else []
-        slugs = [re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings]
-        assert not anchor or anchor in slugs, anchor
+def test_readme_is_short() -> None:
+    assert (DOCS.parent / "README.md").read_text(encoding="utf-8").count("\n") <= 150
 
 
 PAGES = sorted([DOCS.parent / "README.md", DOCS / "start.md", *DOCS.glob("howto/*.md")])
