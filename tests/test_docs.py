@@ -33,6 +33,22 @@ def test_tables_of_readme_are_those_of_the_measurements() -> None:
         assert script["fill"](path) == path.read_text(encoding="utf-8"), "python docs/readme.py"
 
 
+def test_every_number_of_readme_is_that_of_a_file() -> None:
+    script = runpy.run_path(str(DOCS / "readme.py"))
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    assert not script["unchecked"](readme)
+    for old, new in (  # each is a fault
+        ("2.7 GB", "2.8 GB"),
+        ("near 3 million", "near 4 million"),
+        ("95% intervals", "90% intervals"),
+        ("year    = {2025}", "year    = {2026}"),
+        ("some minutes more", "6 minutes"),
+        ("None is about large models.", "It is 1.5 times faster. None is about a million."),
+    ):
+        assert readme.count(old) == 1
+        assert script["unchecked"](readme.replace(old, new)), new
+
+
 def test_readme_is_short() -> None:
     assert (DOCS.parent / "README.md").read_text(encoding="utf-8").count("\n") <= 150
 
