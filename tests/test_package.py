@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -137,7 +138,10 @@ def test_an_installed_wheel_computes_and_is_typed(built: tuple[Path, Path], tmp_
     assert all(line.startswith("user.py:11:") for line in wrong), checked.stdout
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_citation_and_release_notes_are_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == softmax_rnn.__version__
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## (\d\S*)", changes, flags=re.M)
+    assert versions[0] == softmax_rnn.__version__
     assert citation["preferred-citation"]["url"] in (ROOT / "README.md").read_text(encoding="utf-8")
