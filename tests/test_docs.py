@@ -7,6 +7,7 @@ import inspect
 import io
 import re
 import runpy
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 
@@ -79,7 +80,9 @@ def test_the_tour_has_the_outputs_of_its_source(monkeypatch: pytest.MonkeyPatch)
         try:
             for cell in (each for each in notebook.cells if each.cell_type == "code"):
                 written = io.StringIO()
-                with contextlib.redirect_stdout(written):
+                assert all(output.get("name") != "stderr" for output in cell.outputs)
+                with contextlib.redirect_stdout(written), warnings.catch_warnings():
+                    warnings.simplefilter("error")
                     exec(cell.source, names)
                 assert written.getvalue() == "".join(
                     output.text for output in cell.outputs if output.output_type == "stream"
