@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import softmax_rnn
-from softmax_rnn.ops import reference
+from softmax_rnn.ops import reference, variants
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -62,6 +62,7 @@ def test_the_python_of_a_page_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(variants, "_REGISTERED", {})  # what a page registers is its own
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
     exec("\n".join(blocks), {})
 
