@@ -28,8 +28,9 @@ lint: $(VENV)/.dev  ## style, format, types and the layers of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(VENV)/.dev  ## the site, in build/site
+docs: $(VENV)/.dev  ## the site, in build/site, and its search and slider in a browser, if there is one
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/site
+	SITE=build/site $(BIN)/python -m pytest tests/test_site.py
 
 tour: $(VENV)/.dev  ## run docs/tour.py, and write docs/tour.ipynb with its outputs
 	cd docs && ../$(BIN)/python -c "import jupytext, nbclient; book = jupytext.read('tour.py'); \

@@ -29,6 +29,8 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_math_renderer = "mathml"
 html_copy_source = False
+# Lines of the pages that a search finds would be fetched, which needs a server.
+html_show_search_summary = False
 # A page without a server or the network: it stands beside the others as it is.
 html_extra_path = ["slider.html"]
 

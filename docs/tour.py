@@ -131,7 +131,7 @@ print("sr.attention is our sum:", torch.allclose(out[0, 0], total[:, :2] / total
 fig, axes = plt.subplots(3, 4, figsize=(6.4, 4.4), layout="constrained")
 for n in range(4):
     for t, state in enumerate(rnn(q, k, v, n)[1]):
-        axes[t, n].imshow(state, cmap="RdBu", vmin=-1.5, vmax=1.5, aspect="auto")
+        axes[t, n].imshow(state.numpy(), cmap="RdBu", vmin=-1.5, vmax=1.5, aspect="auto")
         axes[t, n].set(xticks=[], yticks=range(2**n), yticklabels=[])
     axes[0, n].set_title(f"power {n}: {2**n} x 2")
 for t in range(3):
@@ -167,7 +167,7 @@ exact = shares(real.exp())
 fig, axes = plt.subplots(2, 4, figsize=(9, 5.2), layout="constrained", sharex=True, sharey=True)
 for axis, n in zip(axes.flat, [0, 1, 2, 4, 6, 8, 10, None], strict=True):
     shown = exact if n is None else of_order(n)
-    axis.imshow(shown, cmap="RdBu", vmin=-1, vmax=1)
+    axis.imshow(shown.numpy(), cmap="RdBu", vmin=-1, vmax=1)
     axis.set_title("softmax" if n is None else f"powers 0 to {n}")
     axis.set_yticks(range(len(words)), words, fontsize=7)
     axis.set_xticks(range(len(words)), words, fontsize=7, rotation=90)
@@ -219,7 +219,7 @@ fig, axes = plt.subplots(1, 2, figsize=(6.4, 3.4), layout="constrained", sharey=
 for axis, shown, title in zip(
     axes, (exact, shares(real.exp() * faded)), ("softmax", "with a decay"), strict=True
 ):
-    axis.imshow(shown, cmap="RdBu", vmin=-1, vmax=1)
+    axis.imshow(shown.numpy(), cmap="RdBu", vmin=-1, vmax=1)
     axis.set_title(title)
     axis.set_yticks(range(len(words)), words, fontsize=7)
     axis.set_xticks(range(len(words)), words, fontsize=7, rotation=90)
@@ -287,9 +287,34 @@ plt.show()
 
 # %% [markdown]
 # Each power brings the loss closer to softmax's, and by order 10 almost nothing is left; but its state would have
-# more than a billion rows. Softmax has every power for the price of keeping the keys. That is the paper's
-# answer: **softmax is the RNN with an infinite state, stored as a cache.** The norm may replace its denominator
-# (for a while: [the gaps](results/gaps.md)); no feature map of power 1 replaces its powers.
+# more than a billion rows. What the rows are for shows when a model must find things again: one of 16 pairs
+# ([recall](results/recall.md), three seeds, keys of width 4).
+
+# %%
+page = Path("results/recall.md").read_text(encoding="utf-8")
+found = re.search(r"^\| `taylor` \| [\d.]+ \| 4 \| (.*) \|$", page, re.M)[1].split(" | ")
+for n, share in enumerate(found, 1):
+    print(f"powers to {n}: {float(share.split()[0]):6.1%} right, {math.comb(4 + n, n):3} rows")
+
+# %% [markdown]
+# And the price of every power is a cache: here of the small model that is timed in
+# [performance](performance.md), for one sequence.
+
+# %%
+path = Path("../benchmarks/results/decode-cpu-xeon.json")
+rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+kept = {(row["name"], row["length"]): row["cache_bytes"] for row in rows if row["batch"] == 1}
+print("tokens   softmax keeps   powers to 2 keep")
+for length in (128, 512, 2048, 8192):
+    sizes = (kept[name, length] / 2**20 for name in ("softmax", "taylor:2"))
+    print(f"{length:6}", *(f"{size:12.1f} MiB" for size in sizes))
+
+# %% [markdown]
+# Softmax has every power for the price of keeping the keys, and up to some length that is even the smaller
+# price. That is the paper's answer: **softmax is the RNN with an infinite state, stored as a cache.** The norm
+# may replace its denominator (for a while: [the gaps](results/gaps.md)); no feature map of power 1 replaces
+# its powers. What an RNN of few powers needs to come close on long texts is to forget
+# ([the family](results/family.md)).
 #
 # Where to go on: [compare attentions on your text](howto/compare.md), [run a model as an RNN](howto/serve.md),
 # [every equation](equations.md), [what a state can hold](capacity.md).

@@ -1,4 +1,4 @@
-"""The paper's equations 1 to 6 and section 3.1 as code. Start here, and read from top to bottom.
+"""The paper's equations 1 to 8 and section 3.1 as code. Start here, and read from top to bottom.
 
 Each equation is a function. All of them are causal: query ``t`` sees the keys ``1..t``. They are
 slow and may overflow, so use float64. They are differentiable. A state of power n has D^n rows, so
@@ -30,7 +30,7 @@ Queries are ``q`` [..., T, D], keys ``k`` [..., S, D], values ``v`` [..., S, E],
 |---------------------------|---------------------------------------------------------------------|
 | ``softmax_attention``     | equation 1                                                          |
 | ``linear_attention``      | equation 2; ``state`` is the paper's ``H_t``                        |
-| ``kronecker_power``       | section 3.1, property 3                                             |
+| ``kronecker_power``       | section 3.1, property 3; equations 7 and 8                          |
 | ``power_rnn``             | section 3.1: ``Q_t^(x)n . H^n_t``, one recurrence per power         |
 | ``exp_sum_by_rnns``       | section 3.1: the sum of these recurrences, up to an order           |
 | ``exp_sum_by_chunks``     | the same sum; the states change after each chunk, not each token    |
