@@ -59,7 +59,7 @@ def device() -> Iterator[str]:
         patch.setattr(interpreter, "_patch_lang", patch_once)
         patch.setattr(builder, "create_dot", dot)
         patch.setattr(interpreter, "_get_np_dtype", of_numpy)
-        # Whether a sum of integers is too large is worked out for an assertion that `debug` turns on.
+        # What it works out of too large integers is for an assertion that only `debug` turns on.
         assert not options.debug
         quick = dataclasses.replace(options, sanitize_overflow=False)
         patch.setattr(interpreter.interpreter_builder, "options", quick)
