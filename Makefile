@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 # Training runs share the cores out themselves.
 export TOKENIZERS_PARALLELISM ?= false
+# Each of many processes would compile PyTorch's modules again, which takes most of their start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all fuzz lint format docs tour bench bench-gpu constraints clean
 

@@ -7,7 +7,6 @@ import importlib
 import json
 import runpy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ SMALL = {
 
 
 @pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a tiny result of every benchmark."""
     monkeypatch.syspath_prepend(str(ROOT))
     for name, value in {
@@ -53,8 +52,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, words in SMALL.items():
         main = importlib.import_module(f"benchmarks.{name}").main
         assert main([*words, "--rounds", "2", "--out", str(tmp_path / f"{name}-cpu.json")]) == 0
-    yield tmp_path
-    gc.unfreeze()
+    return tmp_path
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import softmax_rnn as sr
 from converted_families import (
     CAUSAL,
     FAMILIES,
+    FAST,
     IDS,
     LEFT,
     cases,
@@ -98,8 +99,20 @@ def test_every_variant_is_that_of_from_llama(name: str) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", first_quick(SPECS))
-@pytest.mark.parametrize("family", cases(name for name in FAMILIES if name != "GptOss"))
+# Each of the fast families with every attention. The others with those that change most of a layer
+# (a state with parameters of its own, features before the positions) and two of the rest in turn.
+MOST = ["taylor:2+decay", "lolcats:3"]
+REST = [name for name in SPECS if name not in MOST]
+PAIRS = [
+    pytest.param(
+        family, name, marks=() if family in FAST and name == SPECS[0] else pytest.mark.slow
+    )
+    for number, family in enumerate(family for family in FAMILIES if family != "GptOss")
+    for name in (SPECS if family in FAST else [*MOST, *REST[number % 3 :: 3]])
+]
+
+
+@pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_every_family_with_other_attentions(family: str, name: str, tmp_path: Path) -> None:
     bidirectional = family not in CAUSAL
     if family == "RecurrentGemma" and sr.layer_options(name).map_before_rotary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import tempfile
@@ -26,6 +27,8 @@ def device() -> Iterator[str]:
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     builder, patch_tensor = interpreter.InterpreterBuilder, interpreter._patch_lang_tensor
     create_dot, patch_lang = builder.create_dot, interpreter._patch_lang
+    numpy_type, options = interpreter._get_np_dtype, interpreter.interpreter_builder.options
+    once = functools.cache(numpy_type)
     scopes: dict[str, Any] = {}
 
     def patch_once(function: Any) -> Any:
@@ -39,6 +42,10 @@ def device() -> Iterator[str]:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda x: x.handle.data.item())
 
+    def of_numpy(dtype: Any) -> Any:
+        """The interpreter's own builds a table of all types for every call."""
+        return numpy_type(dtype) if dtype.scalar.is_ptr() else once(dtype.scalar)
+
     def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         """The interpreter's own multiplies the bits of bfloat16 as integers."""
         factors = (
@@ -51,6 +58,11 @@ def device() -> Iterator[str]:
         patch.setattr(interpreter, "_patch_lang_tensor", patch_index)
         patch.setattr(interpreter, "_patch_lang", patch_once)
         patch.setattr(builder, "create_dot", dot)
+        patch.setattr(interpreter, "_get_np_dtype", of_numpy)
+        # What it works out of too large integers is for an assertion that only `debug` turns on.
+        assert not options.debug
+        quick = dataclasses.replace(options, sanitize_overflow=False)
+        patch.setattr(interpreter.interpreter_builder, "options", quick)
         # Triton's own functions became what the environment said when it was imported.
         for module in (tl, sys.modules["triton.language.standard"]):
             for name, function in list(vars(module).items()):

@@ -40,6 +40,7 @@ Kind = Literal["pairs", "chunks"]
 
 # Several tiles, the last ones short; more keys than queries.
 _QUERIES, _KEYS = 130, 150
+_HEADS, _KV_HEADS = 4, 2
 _WINDOW = 70  # a wider one would hide nothing
 _CLAMP = 0.3  # a higher one would bound nothing
 # Relative errors that are not rounding. Products of float32 may be TF32.
@@ -179,15 +180,15 @@ def _difference(
         return torch.randn(shape, generator=draw, dtype=torch.float64, device="cpu")
 
     inputs = {
-        "q": normal(2, 4, _QUERIES, width).to(dtype),
-        "k": normal(2, 2, _KEYS, width).to(dtype),
-        "v": normal(2, 2, _KEYS, values).to(dtype),
+        "q": normal(2, _HEADS, _QUERIES, width).to(dtype),
+        "k": normal(2, _KV_HEADS, _KEYS, width).to(dtype),
+        "v": normal(2, _KV_HEADS, _KEYS, values).to(dtype),
     }
     if spec.decay != "none":
-        inputs["log_decay"] = -0.1 * normal(2, 2, _KEYS).abs()
+        inputs["log_decay"] = -0.1 * normal(2, _KV_HEADS, _KEYS).abs()
     if spec.learned_coefficients:
-        inputs["coefficients"] = normal(4, 1 + (spec.order or 0)).exp()
-    upstream = normal(2, 4, _QUERIES, values + 1)
+        inputs["coefficients"] = normal(_HEADS, 1 + (spec.order or 0)).exp()
+    upstream = normal(2, _HEADS, _QUERIES, values + 1)
     hidden = torch.zeros(2, 1, 1, _KEYS, dtype=torch.bool, device="cpu")
     hidden[1, ..., :9] = hidden[0, ..., -5:] = True
     compute: Callable[..., RowSums] = triton
