@@ -96,3 +96,35 @@ def test_encoders_look_both_ways(name: str, monkeypatch: pytest.MonkeyPatch) -> 
             patch.setattr(directions, "after", swapped)
             patch.setattr("softmax_rnn.ops.window.after", swapped)
             assert error(model(IDS).logits, expected) > tolerance
+
+
+EXPORTED = {
+    "own": (None, "taylor:2", torch.bfloat16),
+    "Llama": ("Llama", "taylor:2", torch.float32),
+    "Gemma": ("Gemma", "linear_elu", torch.float32),
+    "GPT2": ("GPT2", "taylor:2+decay", torch.bfloat16),
+    "GPTNeoX": ("GPTNeoX", "norm", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+@torch.no_grad()
+def test_models_are_exported_for_any_length(name: str) -> None:
+    family, attention, dtype = EXPORTED[name]
+    model: Any = build(attention) if family is None else converted(family, attention)
+    model = model.to(dtype)
+    exact = copy.deepcopy(model).double()
+
+    def given(rows: int, tokens: int) -> dict[str, Any]:
+        ids = IDS.repeat(1, 4)[:rows, :tokens].clone()
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+
+    sizes = {0: torch.export.Dim("batch", max=8), 1: torch.export.Dim("length", min=2, max=60)}
+    shapes = {"input_ids": sizes, "attention_mask": sizes, "use_cache": None}
+    program = torch.export.export(model, (), given(2, 24), dynamic_shapes=shapes).module()
+    expected = exact(**given(1, 37)).logits
+    assert error(program(**given(1, 37)).logits, expected) <= TOLERANCE[dtype]
+    if name == "own":  # not of one length alone
+        program = torch.export.export(model, (), given(2, 24)).module()
+        with pytest.raises((AssertionError, RuntimeError)):
+            program(**given(1, 37))
