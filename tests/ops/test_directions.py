@@ -192,6 +192,18 @@ def test_what_a_query_sees_may_all_have_faded() -> None:
         torch.testing.assert_close(found[:, :, 2:], expected[:, :, 2:])
 
 
+def comparable_norm(spec: sr.AttentionSpec, inputs: str, expected: dict[str, Tensor]) -> bool:
+    """Whether a norm of extreme sums can be compared with the loops'.
+
+    There, weights of exp underflow or their squares overflow, which leaves an output of 0, where
+    the L2 norm has no derivative; and that of a single channel, 0, is a residue. In a state, powers
+    of long keys may cancel in a numerator, and a norm enlarges what is left.
+    """
+    out = expected["out"]
+    cancels = inputs in ("fading", "resets") and not spec.sign_definite
+    return bool(out.any(-1).all()) and out.shape[-1] > 1 and not cancels
+
+
 @given(
     spec=specs(),
     inputs=st.sampled_from(list(INPUTS)),
@@ -225,10 +237,7 @@ def test_any_spec_is_the_formula(
     rows = [sorted(cut for cut in cuts if cut < tokens)]
     loops = one_by_one(rows, formula.attention)
     expected = comparable(lambda: case.in_units(case.run(loops)))
-    # The L2 norm has no derivative at 0; in the loops weights of exp underflow before a norm, or
-    # their squares overflow, which leaves an output of 0.
-    zero = not expected["out"].any(-1).all()
-    assume(not (zero and spec.norm != "none" and inputs != "normal"))
+    assume(inputs == "normal" or spec.norm == "none" or comparable_norm(spec, inputs, expected))
     segments = ids_of(rows, tokens) if cuts else None
     for form in case.forms:
         found = case.in_units(case.run(sr.attention, form=form, segments=segments))
