@@ -36,7 +36,8 @@ docs: $(VENV)/.dev  ## the site, in build/site, and its search and slider in a b
 
 tour: $(VENV)/.dev  ## run docs/tour.py, and write docs/tour.ipynb with its outputs
 	cd docs && ../$(BIN)/python -c "import jupytext, nbclient; book = jupytext.read('tour.py'); \
-		nbclient.NotebookClient(book, record_timing=False).execute(); jupytext.write(book, 'tour.ipynb')"
+		nbclient.NotebookClient(book, record_timing=False, coalesce_streams=True).execute(); \
+		jupytext.write(book, 'tour.ipynb')"
 
 format: $(VENV)/.dev  ## mend style and format
 	$(BIN)/ruff check --fix .

@@ -125,7 +125,7 @@ print("sr.attention is our sum:", torch.allclose(out[0, 0], total[:, :2] / total
 #
 # A row for every product of `n` entries of the key, a column for every channel of the value. In the state of
 # power 2, the rows of `k_1 k_2` and `k_2 k_1` are equal. The library keeps each only once
-# ([monomials](recurrent.md#monomials-instead-of-kronecker-powers)).
+# ([monomials](recurrent.md#monomials-instead-of-kronecker-powers)). Blue is positive, red is negative.
 
 # %%
 fig, axes = plt.subplots(3, 4, figsize=(6.4, 4.4), layout="constrained")
@@ -143,7 +143,8 @@ plt.show()
 #
 # The scores of a head (layer 11, head 0) of SmolLM2-135M-Instruct for one sentence, as `docs/tour_scores.py`
 # has recorded them. Below are the weights of series of some orders, beside those of softmax. [The slider](slider.html)
-# (`docs/slider.html`, a page without a server) shows every order up to 20.
+# (`docs/slider.html`, a page to be opened in a browser) shows every order up to 20. A row is a token that
+# asks, a column one that it sees; blue is a positive share of the row, red a negative one.
 
 # %%
 text = Path("slider.html").read_text(encoding="utf-8")
@@ -173,20 +174,21 @@ for axis, n in zip(axes.flat, [0, 1, 2, 4, 6, 8, 10, None], strict=True):
     axis.set_xticks(range(len(words)), words, fontsize=7, rotation=90)
 plt.show()
 print(f"scores from {real[seen > 0].min():.1f} to {real[seen > 0].max():.1f}")
-for n in (0, 2, 4, 6, 8, 10, 14):
+for n in (0, 1, 2, 4, 6, 8, 10, 14):
     print(
         f"powers 0 to {n:2}: largest difference of a weight {(of_order(n) - exact).abs().max():.2f}"
     )
 
 # %% [markdown]
-# Order 0 sees every token alike. Order 1 can be negative, and its rows, whose sums may be near zero,
-# explode. Even orders are positive everywhere, and with each the picture gets sharper: large scores need
-# many powers, since `x^n / n!` grows until `n` reaches `x`.
+# Order 0 sees every token alike. Order 1 can be negative, which makes the sum of a row small and its other
+# shares too large: see the second `the`. Even orders are positive everywhere, and with each the picture gets
+# sharper: large scores need many powers, since `x^n / n!` grows until `n` reaches `x`.
 #
 # ## Why a norm can take the place of the denominator
 #
 # The denominator is one positive number per token: it changes the length of the output and not its direction.
-# A norm removes the length anyway. So the norm of the numerator is the norm of softmax attention, exactly:
+# A norm removes the length anyway. So the numerator, scaled to length 1, is softmax attention scaled to
+# length 1, exactly:
 
 # %%
 numerator = weights @ v
@@ -197,8 +199,8 @@ def unit(x):
     return x / x.norm(dim=1, keepdim=True)
 
 
-show("norm of the numerator", unit(numerator))
-print("the same as of softmax:", torch.allclose(unit(numerator), unit(softmax)))
+show("numerator, scaled to length 1", unit(numerator))
+print("softmax, scaled to length 1, is the same:", torch.allclose(unit(numerator), unit(softmax)))
 ours = sr.attention(
     *(x[None, None] for x in (q, k, v)), sr.AttentionSpec(denominator="none", norm="l2", scale=1.0)
 )
@@ -208,7 +210,9 @@ print("sr.attention agrees:", torch.allclose(ours[0, 0], unit(numerator)))
 # ## What a decay does
 #
 # If each token first multiplies the state by a factor below 1, old tokens fade: a forget gate, the same for
-# every power. In the picture of weights, the distance to the diagonal multiplies each weight.
+# every power. In the picture, each weight is multiplied by the factor, here 0.7, to the power of its distance
+# to the diagonal. Then the same in numbers, for power 1 and random queries, keys and values: a state that fades
+# gives the outputs of attention whose weights are multiplied so.
 
 # %%
 gates = torch.full((len(words),), 0.7)
@@ -242,7 +246,7 @@ print(
 #
 # Store pairs of random keys and one of 16 values, then ask with each key. A state has a fixed number of rows,
 # and more pairs than it can hold disturb each other; softmax keeps every key. [How many](capacity.md) can be
-# predicted.
+# predicted. The table has the share of right answers; a guess is right in 6%.
 
 # %%
 width, values = 8, 16
@@ -257,6 +261,7 @@ for name, order in orders.items():
         series = (
             {} if order is None else {"series": "power" if order == 1 else "taylor", "order": order}
         )
+        # Softmax may be sharp; a short series is near exp for small scores only.
         scale = 16.0 if order is None else 3.0
         spec = sr.AttentionSpec(scale=scale, denominator="none", norm="l2", **series)
         value = torch.eye(values)[answer]

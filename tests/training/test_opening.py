@@ -63,6 +63,10 @@ def test_a_run_and_its_checkpoint(texts: Path, tmp_path: Path) -> None:
 def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere holds no model"):
         open_model(str(tmp_path / "nowhere"))
+    (tmp_path / "norm-seed0").mkdir()
+    (tmp_path / "norm-seed0" / "config.yaml").touch()
+    with pytest.raises(FileNotFoundError, match="Name one of its runs: norm-seed0"):
+        open_model(str(tmp_path))
     with pytest.raises(ValueError, match="Cannot load the model in .*nothing.gguf"):
         open_model(str(tmp_path / "nothing.gguf"))
     # The tests are offline.

@@ -156,7 +156,7 @@ def _triton_lacks(spec: AttentionSpec, device: str) -> str:
     if device not in ("cpu", "cuda"):
         return "anything"
     if device == "cpu" and not _interpreted():
-        return "anything outside Triton's interpreter"
+        return "anything on a CPU (except in Triton's interpreter)"
     if not triton.INSTALLED:
         return "anything without Triton"
     if spec.decay == "channel":  # it is part of the scores' products

@@ -180,8 +180,10 @@ def model_folder(path: Path) -> Path:
             notice(f"{name} is left out: {wrong}.")
         assert found is not None
         return found
+    runs = sorted(found.parent.name for found in path.glob("*/config.yaml"))
+    hint = f" Name one of its runs: {', '.join(runs[:8])}." if runs else ""
     raise FileNotFoundError(
-        f"{path} holds no model: neither config.json nor a checkpoint-N folder."
+        f"{path} holds no model: neither config.json nor a checkpoint-N folder.{hint}"
     )
 
 
