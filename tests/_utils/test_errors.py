@@ -15,6 +15,7 @@ def test_names_are_listed_unless_one_of_many_is_clearly_meant() -> None:
     assert str(unknown("form", "blokced", FEW)) == (
         "Unknown form 'blokced'. Did you mean 'blocked'? Allowed: dense, blocked, chunked."
     )
+    assert "Did you mean 'elu1'?" in str(unknown("map", "elu", ["relu", "elu1", "cosine"]))
     assert str(unknown("name", "nrom", MANY)) == "Unknown name 'nrom'. Did you mean 'norm'?"
     vague = str(unknown("name", "mean", MANY))
     assert vague.endswith("Allowed: " + ", ".join(MANY) + ".")

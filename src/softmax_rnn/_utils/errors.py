@@ -40,7 +40,8 @@ def nearest(value: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     number = re.search(r":\d+", value)
     if number:
         names = [re.sub(r":\d+", number[0], name) for name in names]
-    near = difflib.get_close_matches(value, names, n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(value, names, n=2, cutoff=cutoff)
+    near.sort(key=lambda name: not name.startswith(value))
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
