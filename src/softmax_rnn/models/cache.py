@@ -214,7 +214,10 @@ class RecurrentCache(Cache):
                     tensors.setdefault(int(index), {})[name] = file.get_tensor(key)
                 for index, state in enumerate(json.loads((file.metadata() or {})["states"])):
                     kind = LAYERS[state.get("layer", "state")]
-                    layers.append(kind.restored(tensors[index], state, static))
+                    layers.append(kind.restored(tensors.pop(index), state, static))
+            counts = {int(layer.get_seq_length()) for layer in layers}
+            if tensors or len(counts) != 1:
+                raise ValueError(f"layers of {sorted(counts)} tokens, and others: {[*tensors]}")
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} is not what RecurrentCache.save wrote: {type(error).__name__}: {error}"
