@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
 )
@@ -119,6 +122,47 @@ def test_the_obvious_call_makes_the_models_own_cache(
     assert (cache.nbytes, cache.get_seq_length()) == (0, 0)
     with pytest.raises(ValueError, match="is empty"):
         cache.save(tmp_path / "empty.safetensors")
+
+
+# What is wrong in a file: fields of a layer's keys and values, or tensors (None: left out).
+DAMAGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "another window": ({"window": 6}, {}),
+    "no window": ({"window": None}, {}),
+    "a window of nothing": ({"window": 0}, {}),
+    "fewer tokens than are held": ({"tokens": 1}, {}),
+    "fewer tokens than other layers": ({"tokens": 9}, {}),
+    "no number of tokens": ({"tokens": None}, {}),
+    "no values": ({}, {"values": None}),
+    "fewer values": ({}, {"values": lambda x: x[:, :, 1:]}),
+    "another batch": ({}, {"shown": lambda x: x[:1]}),
+    "rounded values": ({}, {"values": lambda x: x.int()}),
+    "numbers that show": ({}, {"shown": lambda x: x.float()}),
+    "more tensors": ({}, {"more": lambda _: torch.zeros(1)}),
+    "another layer's": ({}, {"7.keys": lambda _: torch.zeros(1)}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+@torch.no_grad()
+def test_a_damaged_file_of_keys_is_refused(damage: str, tmp_path: Path) -> None:
+    model, path = converted("GPTNeoX", "window:5+decay"), tmp_path / "cache.safetensors"
+    cache = model(IDS, attention_mask=LEFT.flip(1), use_cache=True).past_key_values
+    cache.save(path)
+    with safe_open(path, framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        layers = json.loads(file.metadata()["states"])
+    save_file(tensors, path, metadata={"states": json.dumps(layers)})
+    assert sr.RecurrentCache.load(path).get_seq_length() == IDS.shape[1]
+    fields, changes = DAMAGED[damage]
+    layers[1] |= fields
+    for name, change in changes.items():
+        key = name if "." in name else f"1.{name}"
+        found = tensors.pop(key, None)
+        if change is not None:
+            tensors[key] = change(found).contiguous()
+    save_file(tensors, path, metadata={"states": json.dumps(layers)})
+    with pytest.raises(ValueError, match=r"is not what RecurrentCache\.save wrote"):
+        sr.RecurrentCache.load(path)
 
 
 def test_only_the_obvious_call_makes_it() -> None:

@@ -245,6 +245,75 @@ def test_a_static_cache_takes_tokens_back_at_its_addresses() -> None:
     assert static.get_seq_length() == 0
 
 
+@with_protocol
+@pytest.mark.parametrize("attention", ["taylor:2", "window:3", "both_gates"])
+@torch.no_grad()
+def test_convolutions_of_a_family_take_tokens_back(attention: str) -> None:
+    """They do not say what they have recorded, which keys of all tokens do not limit."""
+    model, ids = converted("Lfm2", attention).double(), TOKENS
+
+    def after(tokens: int, recorded: tuple[int, ...] = ()) -> Any:
+        cache = model.new_cache()
+        model(ids[:, :tokens], past_key_values=cache, use_cache=True)
+        if recorded:
+            cache.activate_past_recording()
+        for stop in recorded:
+            model(ids[:, tokens:stop], past_key_values=cache)
+            tokens = stop
+        return cache
+
+    def same_tokens(cache: Any, tokens: int) -> bool:
+        expected = model(ids[:, : tokens + 3]).logits[:, tokens:]
+        found = model(ids[:, tokens : tokens + 3], past_key_values=cache).logits
+        return torch.allclose(found, expected, rtol=1e-10, atol=1e-10)
+
+    cache = after(10, (13, 14))
+    assert type(cache.layers[0]).__name__ == "LinearAttentionLayer"
+    for count in (-5, -14):
+        with pytest.raises(ValueError, match="but only 4 can be taken back"):
+            cache.crop(count)
+    twin = cache.snapshot()
+    cache.crop(-2)
+    assert same_tokens(cache, 12)
+    twin.crop(-4)
+    assert same_tokens(twin, 10)
+    assert not same_tokens(after(10, (13,)), 10)
+    cache = after(10, (13,))
+    cache.crop(-1)
+    with pytest.raises(ValueError, match="but only 0 can be taken back"):
+        cache.crop(-1)
+    cache = after(10, (13,))
+    cache.end_past_recording()
+    with pytest.raises(ValueError, match="but only 0 can be taken back"):
+        cache.crop(-1)
+    assert same_tokens(cache, 13)
+    cache = after(10, (13,))
+    cache.reset()
+    cache.end_past_recording()
+    cache.crop(0)
+    assert same_tokens(cache, 0)
+    cache = model.new_cache()
+    cache.activate_past_recording()
+    cache.crop(0)
+    model(ids[:, :4], past_key_values=cache, use_cache=True)
+    cache.crop(-3)
+    assert same_tokens(cache, 1)
+
+
+@torch.no_grad()
+def test_a_restored_cache_records_as_its_snapshot_did() -> None:
+    model = made("taylor:2")
+    cache = model(IDS, use_cache=True).past_key_values
+    before = cache.snapshot()
+    cache.activate_past_recording()
+    during = cache.snapshot()
+    for snapshot, recorded in ((before, 0), (during, 3)):
+        cache.restore(snapshot)
+        assert {cache.record_past, *(x.record_past for x in cache.layers)} == {recorded > 0}
+        model(IDS[:, :3], past_key_values=cache)
+        assert [x.removable for x in cache.layers] == [recorded] * len(cache.layers)
+
+
 @torch.no_grad()
 def test_mistakes_of_undo_are_named() -> None:
     model, hybrid = made("taylor:2"), made("Qwen3 hybrid")

@@ -232,8 +232,12 @@ def test_what_an_encoder_cannot_do_is_told(ids: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"mask of its tokens, \[B, T\], not \[2, 1, 13, 13\]"):
         build(sr.SoftmaxRNNForSequenceClassification)(ids, attention_mask=full)
     classifier, places = build(sr.SoftmaxRNNForSequenceClassification), torch.arange(13)[None]
-    for packed in ({"position_ids": places % 8}, {"cu_seq_lens_q": torch.tensor([0, 8, 13])}):
+    alone = (places - 1).clamp(min=0)  # the first sequence is a token, and no position goes down
+    packed_rows = [{"position_ids": x} for x in (places % 8, alone, places * 0, places * 2)]
+    for packed in (*packed_rows, {"cu_seq_lens_q": torch.tensor([0, 8, 13])}):
         with pytest.raises(ValueError, match="this one holds several sequences"):
             classifier(ids[:1], **packed)
     whole = classifier(ids, position_ids=places, cu_seq_lens_q=torch.tensor([0, 13])).logits
     torch.testing.assert_close(whole, classifier(ids).logits)
+    one = classifier(ids, position_ids=places + 7, attention_mask=torch.ones_like(ids)).logits
+    torch.testing.assert_close(one, whole)  # rotary positions are relative

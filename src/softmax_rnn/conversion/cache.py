@@ -121,10 +121,21 @@ class KeyValueLayer(CacheLayerMixin):
     @classmethod
     def restored(cls, tensors: dict[str, Tensor], fields: dict[str, Any], static: bool) -> Self:
         """The layer of which :meth:`saved` has returned these."""
-        layer, held = cls(fields["window"]), dict(tensors)
-        layer.tokens, layer.shown, layer.held = fields["tokens"], held.pop("shown", None), held
-        if static or not {type(layer.tokens), type(layer.window)} <= {int, type(None)}:
+        window, tokens, held = fields["window"], fields["tokens"], dict(tensors)
+        numbers = (window is None or type(window) is int) and type(tokens) is int
+        if static or not numbers or tokens < 0 or (window is not None and window < 1):
             raise ValueError(f"keys and values cannot be static={static}, {fields}")
+        layer = cls(window)
+        layer.tokens, layer.shown, layer.held = tokens, held.pop("shown", None), held
+        kept = tokens if window is None else min(tokens, window - 1)
+        shape = [*held["keys"].shape[:2], kept]
+        shapes = [[*x.shape[:3]] for x in held.values() if x.ndim == 4 and x.is_floating_point()]
+        named = {"keys", "values"} <= held.keys() <= {"keys", "values", "others"}
+        if not named or shapes != [shape] * len(held):
+            raise ValueError(f"keys, values and others must be real numbers {shape}, not {shapes}")
+        shown = layer.shown
+        if shown is not None and (shown.dtype != torch.bool or [*shown.shape] != shape[::2]):
+            raise ValueError(f"shown must be booleans {shape[::2]}, not {list(shown.shape)}")
         return layer
 
     def _tensors(self) -> dict[str, Tensor]:

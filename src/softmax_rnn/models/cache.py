@@ -41,12 +41,12 @@ class RecurrentCache(Cache):
         >>> out = model.generate(ids, past_key_values=RecurrentCache(), max_new_tokens=100)
     """
 
-    record_past = False
-
     def __init__(self, static: bool = False, layers: list[Any] | None = None) -> None:
         kind = {"layer_class_to_replicate": RecurrentLayer} if layers is None else {}
         super().__init__(layers=layers, **kind)
         self.static = static
+        self.record_past = False
+        self._unrecorded = 0  # tokens before those that layers of a family's own kind record
 
     @property
     def is_compileable(self) -> bool:
@@ -65,14 +65,43 @@ class RecurrentCache(Cache):
         self._record_past(True)
 
     def end_past_recording(self) -> None:
-        """Keep nothing more for :meth:`crop`, which still takes back what was recorded."""
+        """Keep nothing more for :meth:`crop`, which still takes back what was recorded.
+
+        Layers of a family's own kind, such as convolutions, drop that as well.
+        """
         self._record_past(False)
 
     def _record_past(self, recording: bool) -> None:
+        if not (recording and self.record_past):
+            self._drop_recorded()
         self.record_past = recording
         for layer in self.layers:
             if hasattr(layer, "record_past"):
                 layer.record_past = recording
+
+    @property
+    def _others(self) -> list[Any]:
+        """The layers of a family's own kind."""
+        return [layer for layer in self.layers if type(layer) not in LAYERS.values()]
+
+    @property
+    def _recorded(self) -> int:
+        """How many tokens those layers have recorded; they do not say."""
+        return int(self.get_seq_length()) - self._unrecorded if self.record_past else 0
+
+    def _drop_recorded(self) -> None:
+        """Bring those layers back to the size that they have without a record."""
+        if self._recorded > 0:
+            for layer in self._others:
+                if getattr(layer, "record_past", False):
+                    layer.crop(0)
+        self._unrecorded = int(self.get_seq_length())
+
+    def reset(self) -> None:
+        """Delete all tokens."""
+        self._drop_recorded()
+        super().reset()
+        self._unrecorded = 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens back, as if they had never come: ``crop(-3)`` takes back three.
@@ -91,18 +120,21 @@ class RecurrentCache(Cache):
                 f"{count!r}."
             )
         own = [layer for layer in self.layers if type(layer) in LAYERS.values()]
-        others = [layer for layer in self.layers if type(layer) not in LAYERS.values()]
+        others = self._others
         for layer in others if count else ():
             if not getattr(layer, "is_croppable", False):  # older versions do not say
                 raise ValueError(f"A {type(layer).__name__} cannot take tokens back.")
-        most = min((layer.removable for layer in own), default=-count if others else 0)
+        limits = [layer.removable for layer in own]
+        limits += [self._recorded for layer in others if hasattr(layer, "record_past")]
+        most = min(limits, default=-count if others else 0)
         if -count > most:
             raise ValueError(
                 f"crop({count}) takes back {-count} tokens, but only {most} can be taken back: "
                 "those since activate_past_recording(), the last crop, or a change of the batch."
             )
-        for layer in (*others, *own):
+        for layer in (*(others if count else ()), *own):
             layer.crop(count)
+        self._drop_recorded()
 
     def snapshot(self) -> RecurrentCache:
         """A cache of its own with the same tokens: what comes after them changes only one of both.
@@ -182,7 +214,10 @@ class RecurrentCache(Cache):
                     tensors.setdefault(int(index), {})[name] = file.get_tensor(key)
                 for index, state in enumerate(json.loads((file.metadata() or {})["states"])):
                     kind = LAYERS[state.get("layer", "state")]
-                    layers.append(kind.restored(tensors[index], state, static))
+                    layers.append(kind.restored(tensors.pop(index), state, static))
+            counts = {int(layer.get_seq_length()) for layer in layers}
+            if tensors or len(counts) != 1:
+                raise ValueError(f"layers of {sorted(counts)} tokens, and others: {[*tensors]}")
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} is not what RecurrentCache.save wrote: {type(error).__name__}: {error}"

@@ -220,11 +220,12 @@ class SoftmaxRNNForSequenceClassification(SoftmaxRNNPreTrainedModel):
         """
         bounds, restarts = kwargs.get("cu_seq_lens_q"), False
         if position_ids is not None and attention_mask is None:
-            restarts = not torch.compiler.is_compiling() and bool((position_ids.diff() < 0).any())
+            restarts = not torch.compiler.is_compiling() and bool((position_ids.diff() != 1).any())
         if restarts or (bounds is not None and len(bounds) > 2):
             raise ValueError(
                 "A row has one class, but this one holds several sequences: give each a row of its "
-                "own, with padding."
+                "own, with padding. Where positions do not go up by one, another sequence begins; "
+                "if it is one all the same, give its attention_mask."
             )
         if attention_mask is not None and attention_mask.ndim != 2:
             raise ValueError(
