@@ -78,8 +78,9 @@ def inverse_of(
     about = (way, width, tokens, *kind)
     one = tokens == 1 and _is_constant(embeddings)
     about = (*about, *(x._version for x in embeddings)) if one else about
-    if one and _last is not None and _last[0] is embeddings and _last[1] == about:
-        return _last[2]
+    known = _last  # another thread may replace it
+    if one and known is not None and known[0] is embeddings and known[1] == about:
+        return known[2]
     cos, sin = _cosines_and_sines(embeddings)
     if way.angles != "once":
         cos, sin = (_pairs(angle, way.angles)[0] for angle in (cos, sin))
