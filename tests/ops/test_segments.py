@@ -111,7 +111,7 @@ def test_nothing_of_another_segment_is_read(causal: bool) -> None:
 
 def test_one_row_of_numbers_is_that_of_all_rows() -> None:
     case = make_case(sr.variant("norm"), shape=ROWS)
-    ids = ids_of(CUTS[:1])
+    ids = ids_of(CUTS[:1], TOKENS)
     expected = case.run(sr.attention, segments=ids.expand(2, -1))
     found = case.run(sr.attention, segments=ids.int())
     assert torch.equal(found["out"], expected["out"])
