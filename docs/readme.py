@@ -179,7 +179,9 @@ def phrases() -> list[str]:
         summaries = [records.extractfile(file) for file in records if "summary" in file.name]
         parameters = [json.load(file)["parameters"] for file in summaries if file is not None]
     family = (HERE / "results" / "family.md").read_text(encoding="utf-8")
-    (crossing,) = re.findall(r"the two cross\s+near\s+(\d+\s+million)", family)
+    (crossing,) = re.findall(
+        r"softmax\s+overtakes\s+it\s+(between\s[\d.]+\sand\s[\d.]+\smillion)", family
+    )
     low, high = map(float, re.findall(r"[+-]\d\.\d+", gap("figure5", "taylor:10")[GAP])[1:])
     early = float(gap("family", "taylor:2+decay")[GAP].split()[0])
     sizes = installed()
@@ -190,7 +192,7 @@ def phrases() -> list[str]:
         f"with {re.findall(r'[0-9]+%', GAP)[0]} intervals",
         f"those to 10 are {'as' if low <= 0 <= high else 'not as'} good as all",
         f"is {'ahead' if early < 0 else 'behind'} after {tokens('family')}",
-        f"near {crossing} tokens",
+        f"overtakes it {crossing} tokens",
         f"downloads {gigabytes(sum(sizes['cuda_wheels'].values()))}",
         f"takes {gigabytes(sizes['bytes'][''])}",
         f"journal = {{{paper['journal']}}}",
