@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
+
+from browser import launched
 
 PHONE = 390  # pixels
 
@@ -26,13 +27,7 @@ def site() -> str:
 @pytest.fixture(scope="module")
 def page(site: str) -> Iterator[Page]:
     """A page on a phone; the first fault of a script fails its test."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        pytest.skip(f"none of {', '.join(names)} is on PATH")
-    with sync_playwright() as driver:
-        options = ["--no-sandbox", "--disable-gpu", "--disable-sync"]
-        browser = driver.chromium.launch(executable_path=found, args=options, timeout=120_000)
+    with launched() as browser:
         opened = browser.new_page(viewport={"width": PHONE, "height": 844})
         faults: list[str] = []
         opened.on("pageerror", lambda error: faults.append(str(error)))
@@ -44,7 +39,6 @@ def page(site: str) -> Iterator[Page]:
             ),
         )
         yield opened
-        browser.close()
         assert not faults
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
+from browser import PATIENCE, launched
 from made_up import made_up
 from softmax_rnn.experiments.claims import OWN, PAPER
 from softmax_rnn.report.html import Section, page
 from softmax_rnn.report.table import results
 
-_PATIENCE = 120_000  # milliseconds; a machine may be slow and busy
-expect.set_options(timeout=_PATIENCE)
+expect.set_options(timeout=PATIENCE)
 EVIL = "</script><script>alert(1)</script><img src=https://example.org/x onerror=alert(2)>"
 NAMES = (EVIL, "a &lt; %{y} <b>b</b>")  # of variants, were they not checked before
 VARIANTS = {"softmax": 1.5, "norm": 1.503, "taylor:4": 1.9}
@@ -58,16 +57,8 @@ class Fake:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        pytest.skip(f"the page's tests need a browser; none of {', '.join(names)} is on PATH")
-    with sync_playwright() as driver:
-        # Playwright gives it a new profile and turns its own traffic and first-run pages off.
-        options = ["--no-sandbox", "--disable-gpu", "--disable-sync"]
-        browser = driver.chromium.launch(executable_path=found, args=options, timeout=_PATIENCE)
+    with launched() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +106,7 @@ def short(chromium: Browser, tmp_path: Path) -> Iterator[Page]:
 def _opened(chromium: Browser, written: Path) -> Iterator[Page]:
     """The page, loaded without a network; at the end it must have gone without a complaint."""
     context = chromium.new_context(offline=True, viewport={"width": 1280, "height": 900})
-    context.set_default_timeout(_PATIENCE)
+    context.set_default_timeout(PATIENCE)
     shown = context.new_page()
     complaints: list[str] = []
     requests: list[str] = []
