@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from softmax_rnn.conversion.layer import as_source, converted_layers, substituted
+from softmax_rnn.conversion.heads import window_off
+from softmax_rnn.conversion.layer import (
+    Attending,
+    ConvertedLayer,
+    as_source,
+    converted_layers,
+    substituted,
+)
 from softmax_rnn.conversion.objectives import (
     AttentionTransfer,
     Distillation,
@@ -138,6 +145,56 @@ def test_distillation_mixes_cross_entropy_and_divergence(
     }
 
 
+def test_dropped_windows(source: Path, texts: Path) -> None:
+    settings = config(source, texts, window_dropout=1.0)
+    model, _ = model_of(settings)
+    trained = objective(model.train(), settings)
+    layers, seen = converted_layers(model), set()
+    for number in range(12):
+        ids = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(number))
+        given = {"input_ids": ids, "labels": ids}
+        loss = trained(62, **given)
+        dropped = [layer for layer in layers if layer.window_dropped]
+        seen.add(len(dropped))
+        model.zero_grad()
+        loss.backward()
+        # On several processes, a parameter without a gradient is an error.
+        assert all(x.grad is not None for x in model.parameters() if x.requires_grad)
+
+        def attend(what: Attending, dropped: list[ConvertedLayer] = dropped) -> torch.Tensor:
+            return window_off(what) if what.layer in dropped else what.converted()
+
+        model.eval()
+        with substituted(model, attend):
+            expected = Distillation(model, 0.5, whole=False)(62, **given)
+        with substituted(model, Attending.converted):
+            whole = Distillation(model, 0.5, whole=False)(62, **given)
+        assert torch.equal(whole, Distillation(model, 0.5, whole=False)(62, **given))
+        model.train()
+        torch.testing.assert_close(loss, expected)
+        assert bool(dropped) == (abs(float((loss - whole).detach())) > 1e-6)
+        assert torch.equal(trained(62, **given), loss)
+    assert seen == {0, 1, 2}
+    trained.left = 0.0
+    trained(62, **given)
+    assert not any(layer.window_dropped for layer in layers)
+
+
+def test_a_run_drops_fewer_windows_towards_its_end(
+    source: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[float] = []
+    forward = Distillation.forward
+
+    def noted(self: Distillation, *args: Any, **batch: torch.Tensor) -> torch.Tensor:
+        left.append(self.left)
+        return forward(self, *args, **batch)
+
+    monkeypatch.setattr(Distillation, "forward", noted)
+    train(config(source, texts, steps=4, window_dropout=0.5), tmp_path / "run")
+    assert left == [1.0, 0.75, 0.5, 0.25]
+
+
 def test_lora_is_merged_into_what_is_saved(source: Path, texts: Path, tmp_path: Path) -> None:
     run = train(config(source, texts, lora_rank=2, steps=6), tmp_path / "run")
     model = open_model(str(run.path)).model
@@ -171,7 +228,9 @@ def test_a_saved_conversion_has_the_loss_of_its_run(
     )
 
 
-@pytest.mark.parametrize("fields", [{"objective": "transfer"}, {}, {"lora_rank": 0}])
+@pytest.mark.parametrize(
+    "fields", [{"objective": "transfer"}, {}, {"lora_rank": 0}, {"window_dropout": 1.0}]
+)
 def test_a_killed_run_goes_on_to_the_same_weights(
     source: Path, texts: Path, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
@@ -233,7 +292,7 @@ def test_a_run_in_bfloat16_is_near_one_in_float32(
     np.testing.assert_allclose(*losses, rtol=0.05)
 
 
-@pytest.mark.parametrize("fields", [{"objective": "transfer"}, {}])
+@pytest.mark.parametrize("fields", [{"objective": "transfer"}, {}, {"window_dropout": 1.0}])
 def test_recomputed_activations_change_nothing(
     source: Path, texts: Path, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
@@ -266,6 +325,9 @@ def test_only_the_chosen_layers_are_converted(source: Path, texts: Path) -> None
         ({"layers": [-1]}, "layers"),
         ({"block_size": 8}, "sees all 8 tokens of a block"),
         ({"packing": "documents"}, "needs packing='blocks'"),
+        ({"window_dropout": 1.5}, "window_dropout"),
+        ({"window_dropout": 0.5, "attention": "taylor:2"}, "needs an attention with a window and"),
+        ({"window_dropout": 0.5, "attention": "window:8"}, "needs an attention with a window and"),
     ],
 )
 def test_invalid_settings(fields: dict[str, Any], message: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -117,10 +118,13 @@ Substitute = Callable[[Attending], Tensor]  # returns the output that the model 
 class ConvertedLayer(AttentionCore):
     """The submodule of an attention module: what its spec and options need, and the computation.
 
-    ``substitute`` replaces the computation for a while; see :func:`substituted`.
+    ``substitute`` replaces the computation for a while; see :func:`substituted`. With
+    ``window_dropped`` a layer in training sees its state alone where a key is in it, and not its
+    window: an attribute, since gradient checkpointing computes the layer once more later.
     """
 
     substitute: Substitute | None = None
+    window_dropped = False
 
     def __init__(self, record: ConvertedAttention) -> None:
         super().__init__(record.spec, record.options)
@@ -245,6 +249,10 @@ class ConvertedLayer(AttentionCore):
             parts = [self.converted(part, None, **options) for part in what.parts(segments)]
             return segments.join(parts, 1)
         inputs, options = what.inputs, {**what.visible, **options}
+        if self.window_dropped and self.training and cache is None:
+            assert self.outside_logit is not None
+            # Not a constant: on several processes each parameter needs a gradient.
+            options.setdefault("outside_scale", self.outside_logit * 0 + math.inf)
         projected = self.project(what.query, what.key, what.value, inputs, cache)
         if what.sinks is not None:
             options["sink"] = what.sinks

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from softmax_rnn.conversion.layer import Attending, as_source, substituted
+from softmax_rnn.conversion.layer import Attending, as_source, converted_layers, substituted
 from softmax_rnn.conversion.lora import without_lora
 from softmax_rnn.data.rows import IGNORED
 
@@ -56,11 +56,17 @@ class Distillation(nn.Module):
         model: a converted model.
         share: of the divergence.
         whole: whether all weights are trained: then the source is in a copy of the model.
+        window_dropout: the largest probability of a layer to do without its window. That of a batch
+            is drawn between 0 and this times ``left``, the share of the run that is still to come.
     """
 
-    def __init__(self, model: PreTrainedModel, share: float, whole: bool) -> None:
+    left = 1.0
+
+    def __init__(
+        self, model: PreTrainedModel, share: float, whole: bool, window_dropout: float = 0.0
+    ) -> None:
         super().__init__()
-        self.model, self.share = model, share
+        self.model, self.share, self.window_dropout = model, share, window_dropout
         # In a list, so that it is no part of this module.
         copied = share > 0 and whole
         self.copies = [copy.deepcopy(model).requires_grad_(False)] if copied else []
@@ -68,6 +74,8 @@ class Distillation(nn.Module):
     def forward(self, predicted: int, **batch: Tensor) -> Tensor:
         """The loss of these rows; ``predicted`` tokens are predicted in the whole batch."""
         labels = batch.pop("labels")[:, 1:].flatten()
+        if self.window_dropout:
+            self._drop_windows(batch["input_ids"])
         logits = self._logits(self.model, batch)
         loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
         if self.share:
@@ -77,6 +85,17 @@ class Distillation(nn.Module):
             divergence = F.kl_div(found, expected, reduction="sum", log_target=True)
             loss = (1 - self.share) * loss + self.share * divergence
         return loss / predicted
+
+    def _drop_windows(self, ids: Tensor) -> None:
+        """Draw which layers do without their window; for the same tokens it is the same draw.
+
+        So a run that is resumed goes on as it would have gone on.
+        """
+        numbers = torch.Generator().manual_seed(int(ids.sum()))
+        most = self.window_dropout * self.left * float(torch.rand((), generator=numbers))
+        for layer in converted_layers(self.model):
+            if layer.spec.outside == "series":
+                layer.window_dropped = float(torch.rand((), generator=numbers)) < most
 
     def _logits(self, model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
         return model(**batch, use_cache=False).logits[:, :-1].flatten(0, 1).float()

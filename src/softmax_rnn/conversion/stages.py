@@ -181,7 +181,7 @@ class Conversion:
         if spec.outside == "series":
             alone = AttentionSpec(window=spec.window, global_keys=spec.global_keys)
             changes[WINDOW_TRAINED] = {"attention": alone.to_dict()}
-        start: dict[str, Any] = {"source": self.transfer.source, "layer": {}}
+        start: dict[str, Any] = {"source": self.transfer.source, "layer": {}, "window_dropout": 0.0}
         start["layers"] = self.layers
         return {
             name: dataclasses.replace(self.finetune, **start, **change)

@@ -359,6 +359,9 @@ class ConversionConfig(TrainingConfig):
             predictions; the rest is the cross-entropy.
         lora_rank: of ``language``, the rank of the additions to linear layers that are trained
             besides the new attention (LoRA); 0 to train all weights.
+        window_dropout: of ``language``, and of an attention with a window and a state: how often a
+            layer is trained without its window, so that its state carries weight. The probability
+            is drawn for each batch, from 0 to a bound that falls from this value to 0 at the end.
     """
 
     source: str = ""
@@ -366,12 +369,18 @@ class ConversionConfig(TrainingConfig):
     objective: Objective = "language"
     distillation: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.5
     lora_rank: Count = 8
+    window_dropout: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.source:
             raise ValueError("source must name a pretrained model.")
         spec = self.spec
+        if self.window_dropout and spec.outside != "series":
+            raise ValueError(
+                f"window_dropout={self.window_dropout} needs an attention with a window and a "
+                f"state, such as 'window_state:64'; attention={self.attention!r} has not both."
+            )
         if spec.outside == "series" and (spec.window or 0) + spec.global_keys >= self.block_size:
             raise ValueError(
                 f"The window of {self.attention} sees all {self.block_size} tokens of a block, so "

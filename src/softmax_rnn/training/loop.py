@@ -26,6 +26,7 @@ from softmax_rnn._utils.integrity import seal
 from softmax_rnn._utils.progress import notice
 from softmax_rnn._utils.units import bytes_text
 from softmax_rnn.conversion.lora import merged_weights
+from softmax_rnn.conversion.objectives import Distillation
 from softmax_rnn.data import CorpusError, PreparedCorpus, Rows, TaskCorpus
 from softmax_rnn.models.modeling import checkpoint_activations
 from softmax_rnn.training.checkpoint import (
@@ -97,7 +98,8 @@ class Loop:
         if self.compiles:
             model.compile()
         # Computes the loss of a batch; gradients are averaged over the processes.
-        self.forward: Any = objective(model, config)
+        self.objective = objective(model, config)
+        self.forward: Any = self.objective
         if processes > 1 and not self.sharded:
             self.forward = accelerator.prepare_model(self.forward)
         self.optimizer = adamw(model, config)
@@ -183,6 +185,8 @@ class Loop:
         Returns this process's share of the batch's mean loss; NaN if the attention overflows.
         """
         config, processes = self.config, self.accelerator.num_processes
+        if isinstance(self.objective, Distillation):
+            self.objective.left = 1 - self.step / config.steps
         first = self.step * config.batch_size
         predicted = max(self.train_rows.predicted(config.seed, first, first + config.batch_size), 1)
         total = 0.0

@@ -76,4 +76,5 @@ def objective(model: PreTrainedModel, config: TrainingConfig) -> nn.Module:
         return NextToken(model)
     if config.objective == "transfer":
         return AttentionTransfer(model, config.batch_size)
-    return Distillation(model, config.distillation, whole=not config.lora_rank)
+    whole, dropout = not config.lora_rank, config.window_dropout
+    return Distillation(model, config.distillation, whole, dropout)
