@@ -162,6 +162,13 @@ def test_checkpoints_of_an_unknown_run_are_not_gone_on_from(texts: Path, tmp_pat
         train(tiny(texts, attention="norm"), folder.path, resume=True)
 
 
+def test_a_run_is_not_put_among_others(texts: Path, tmp_path: Path) -> None:
+    """A table of this folder would have it as one more variant."""
+    train(tiny(texts, steps=2), tmp_path / "softmax-seed0")
+    with pytest.raises(ValueError, match=r"holds other runs \(softmax-seed0\), as a comparison"):
+        train(tiny(texts), tmp_path)
+
+
 @pytest.mark.parametrize("kept", [4, 12, 13])
 def test_resumed_from_any_checkpoint_is_undisturbed(texts: Path, tmp_path: Path, kept: int) -> None:
     config = tiny(texts, attention="gate", steps=13, keep_checkpoints=9)

@@ -216,9 +216,9 @@ def train(
         The folder, with its results. A finished run is not repeated.
 
     Raises:
-        ValueError: if the folder contains another run, a run on other text, or (unless ``resume``)
-            an unfinished run; if another process uses the folder, or it is not writable; if the
-            prepared corpus is damaged.
+        ValueError: if the folder contains another run, folders of runs, a run on other text, or
+            (unless ``resume``) an unfinished run; if another process uses the folder, or it is not
+            writable; if the prepared corpus is damaged.
         RunStopped: if a signal or the time stopped the run; it can be resumed.
         NonFiniteError: if the loss or its gradient is not finite, and the step may not be skipped.
         CheckpointError: if a checkpoint cannot be written, or all of them are damaged.
@@ -299,6 +299,11 @@ def _check(folder: RunFolder, config: TrainingConfig, resume: bool) -> None:
         raise ValueError(
             f"{folder.path} holds checkpoints of a run that has lost its config.yaml: restore it, "
             "or choose another folder."
+        )
+    elif runs := sorted(path.parent.name for path in folder.path.glob("*/config.yaml")):
+        raise ValueError(
+            f"{folder.path} holds other runs ({', '.join(runs[:3])}{', ...' * (len(runs) > 3)}), as "
+            "a comparison does: choose another folder."
         )
 
 
