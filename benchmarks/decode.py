@@ -187,7 +187,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     check(made, tokens(config, (1, prompted), device), new_tokens)
     made = {name: model.to(measure.DTYPES[device]) for name, model in made.items()}
     rows: list[dict[str, Any]] = []
-    shapes = [(batch, t) for batch, most in BATCHES.items() for t in arguments.lengths if t <= most]
+    shapes = [(n, t) for n in arguments.batches for t in arguments.lengths if t <= BATCHES[n]]
     for batch, length in track(shapes, description="prompts", transient=True):
         # All weights of a batch of long prompts would take gigabytes.
         these = made if batch == 1 else {k: v for k, v in made.items() if "material" not in k}
@@ -236,6 +236,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = ["llama", "llama materialised", *VARIANTS, "converted"]
     options.add_argument("--only", nargs="+", choices=names, help="of the contestants, and Llama")
     options.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of prompts")
+    choices: dict[str, Any] = {"type": int, "choices": list(BATCHES), "default": list(BATCHES)}
+    options.add_argument("--batches", nargs="+", **choices, help="numbers of prompts")
     options.add_argument("--new-tokens", type=int, default=32, help="tokens decoded in a round")
     arguments = measure.parsed(options, argv)
     arguments.preset = arguments.preset or PRESET[arguments.device]

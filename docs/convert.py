@@ -12,6 +12,9 @@ from pathlib import Path
 
 from results import HERE, copy, fill
 from softmax_rnn.report import markdown
+from softmax_rnn.report.statistics import paired_difference
+from softmax_rnn.training.config import ConversionConfig
+from softmax_rnn.training.folder import RunFolder
 
 
 def conversions(files: Sequence[Path]) -> str:
@@ -25,11 +28,12 @@ def conversions(files: Sequence[Path]) -> str:
             (
                 row["model"],
                 f"{row['loss']:.3f}",
-                f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]",
+                interval(row["difference_trained"], row["low_trained"], row["high_trained"]),
                 "" if row.get("gap_closed") is None else f"{row['gap_closed']:.0%}",
             )
             for row in found["losses"]
         )
+        brings = found["state_brings"]
         decoding = {(row["tokens"], row["stage"]): row for row in found["decoding"]}
         stages = list(dict.fromkeys(stage for _, stage in decoding))
         columns = [
@@ -49,11 +53,12 @@ def conversions(files: Sequence[Path]) -> str:
             for name, run in found["runs"].items()
         )
         packages = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
-        header = ("model", "loss", "minus source [95% interval]", "gap closed")
+        header = ("model", "loss", "minus trained source [95% interval]", "gap closed")
         parts += [
             f"{title}, {found['rows']} blocks of {settings['block_size']} held-out tokens of "
             f"`{settings['corpus']}`:",
             markdown.table(header, rows, left=1),
+            f"The state brings {interval(*brings.values())} nats beyond the window alone.",
             f"![losses, heads, decoding](images/results_convert_{file.parent.name}.png)",
             "Decoding after a prompt:",
             markdown.table(
@@ -65,12 +70,45 @@ def conversions(files: Sequence[Path]) -> str:
     return "\n\n".join(parts)
 
 
+def interval(*found: float) -> str:
+    """A difference with its interval."""
+    mean, low, high = (f"{x:+z.3f}" for x in found)
+    return f"{mean} [{low}, {high}]"
+
+
+def hybrids(runs: Sequence[RunFolder]) -> str:
+    """The losses of conversions of some layers, on all held-out blocks, each minus the first's."""
+    rows = []
+    for run in runs:
+        config, losses, summary = run.config, run.test_losses[None], run.summary
+        assert isinstance(config, ConversionConfig)
+        assert config.layers is not None
+        model = json.loads((run.path.parent / "model" / "config.json").read_text(encoding="utf-8"))
+        kept = [str(x) for x in range(model["num_hidden_layers"]) if x not in config.layers]
+        found = paired_difference(losses, runs[0].test_losses[None])
+        rows.append(
+            (
+                f"`{run.path.parent.name}`",
+                ", ".join(kept),
+                f"{summary['tokens']:,}",
+                f"{summary['seconds'] / 60:.0f}",
+                f"{losses.mean():.3f}",
+                "-" if run is runs[0] else interval(found.mean, found.low, found.high),
+            )
+        )
+    header = ("conversion", "softmax in the layers", "tokens", "minutes", "loss")
+    count = len(runs[0].test_losses)
+    return markdown.table((*header, f"minus the first [95%, {count} blocks]"), rows, left=2)
+
+
 def main(root: Path) -> None:
     """Fill the page from the finished conversions below ``root``."""
     files = sorted(root.glob("convert/*/conversion.json"))
     if not files:
         raise SystemExit(f"No finished conversion in {root / 'convert'}.")
-    fill(HERE / "convert.md", {"conversions": conversions(files)})
+    runs = [RunFolder(path.parent) for path in sorted(root.glob("convert/*/finetune/summary.json"))]
+    some = [x for x in runs if isinstance(x.config, ConversionConfig) and x.config.layers]
+    fill(HERE / "convert.md", {"conversions": conversions(files), "hybrids": hybrids(some)})
     for file in files:
         figure = file.with_suffix(".png")
         copy(figure, HERE / "images" / f"results_convert_{file.parent.name}.png")

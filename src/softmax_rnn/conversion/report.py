@@ -148,7 +148,7 @@ def _cells(table: pd.DataFrame) -> list[list[str]]:
 
 def _interval(row: Mapping[Any, Any], kind: str = "") -> str:
     mean, low, high = (row[f"{name}{kind}"] for name in ("difference", "low", "high"))
-    return f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
+    return f"{mean:+z.4f} [{low:+z.4f}, {high:+z.4f}]"  # z: no negative zero
 
 
 def _caption(config: ConversionConfig, found: Findings, table: pd.DataFrame) -> str:

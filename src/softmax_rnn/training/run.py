@@ -301,9 +301,10 @@ def _check(folder: RunFolder, config: TrainingConfig, resume: bool) -> None:
             "or choose another folder."
         )
     elif runs := sorted(path.parent.name for path in folder.path.glob("*/config.yaml")):
+        names = ", ".join(runs[:3]) + ", ..." * (len(runs) > 3)
         raise ValueError(
-            f"{folder.path} holds other runs ({', '.join(runs[:3])}{', ...' * (len(runs) > 3)}), as "
-            "a comparison does: choose another folder."
+            f"{folder.path} holds other runs ({names}), as a comparison does: choose another "
+            "folder."
         )
 
 
