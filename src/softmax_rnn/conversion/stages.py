@@ -73,7 +73,7 @@ COMMON: dict[str, Any] = {
     "save_every": 25,
     "keep_checkpoints": 1,
 }
-TRANSFER: dict[str, Any] = {"objective": "transfer", "steps": 100, "learning_rate": 1e-2}
+TRANSFER: dict[str, Any] = {"objective": "transfer", "steps": 100, "learning_rate": 3e-2}
 FINETUNE: dict[str, Any] = {"objective": "language", "steps": 200, "learning_rate": 5e-4}
 
 
