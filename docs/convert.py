@@ -104,11 +104,14 @@ def hybrids(runs: Sequence[RunFolder]) -> str:
 def main(root: Path) -> None:
     """Fill the page from the finished conversions below ``root``."""
     files = sorted(root.glob("convert/*/conversion.json"))
-    if not files:
-        raise SystemExit(f"No finished conversion in {root / 'convert'}.")
+    files = [x for x in files if json.loads(x.read_text(encoding="utf-8"))["state_brings"]]
     runs = [RunFolder(path.parent) for path in sorted(root.glob("convert/*/finetune/summary.json"))]
     some = [x for x in runs if isinstance(x.config, ConversionConfig) and x.config.layers]
-    fill(HERE / "convert.md", {"conversions": conversions(files), "hybrids": hybrids(some)})
+    parts = {"conversions": (conversions, files), "hybrids": (hybrids, some)}
+    made = {name: make(found) for name, (make, found) in parts.items() if found}
+    if not made:
+        raise SystemExit(f"No finished conversion with its controls in {root / 'convert'}.")
+    fill(HERE / "convert.md", made)
     for file in files:
         figure = file.with_suffix(".png")
         copy(figure, HERE / "images" / f"results_convert_{file.parent.name}.png")

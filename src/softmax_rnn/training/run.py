@@ -300,7 +300,7 @@ def _check(folder: RunFolder, config: TrainingConfig, resume: bool) -> None:
             f"{folder.path} holds checkpoints of a run that has lost its config.yaml: restore it, "
             "or choose another folder."
         )
-    elif runs := sorted(path.parent.name for path in folder.path.glob("*/config.yaml")):
+    elif runs := sorted(path.parent.name for path in folder.path.glob("*/environment.json")):
         names = ", ".join(runs[:3]) + ", ..." * (len(runs) > 3)
         raise ValueError(
             f"{folder.path} holds other runs ({names}), as a comparison does: choose another "
